@@ -1,0 +1,111 @@
+"""The engine's options: one frozen dataclass, checked before any work starts."""
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from nanovllm.errors import ConfigError
+from nanovllm.kvcache.sparse.registry import SparsePolicyType, parse_policy_type
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+AttentionBackendName = Literal["auto", "fa4", "fa2", "cudnn", "flash", "torch"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Options of `LLM(model, **options)`. Names and meaning follow vLLM and nano-vllm."""
+
+    model: str
+    """Directory of a Hugging Face checkpoint (safetensors), or `"demo"`."""
+    dtype: DType = "auto"
+    """Type of weights, activations and KV cache. `auto`: the checkpoint's on a GPU; on a CPU
+    bfloat16 where it has AMX tiles, else float32."""
+    device: str = "auto"
+    """`cuda`, `cuda:N` or `cpu`. `auto`: CUDA if there is a GPU, else CPU."""
+    max_model_len: int | None = None
+    """Most tokens of one request, prompt and answer together. None: what the model's positions
+    allow. Always bounded by what the KV cache can hold."""
+    max_num_seqs: int = 256
+    """Most requests that run at once; >= 1."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens that one step computes, so the length of a prefill chunk; >= 1."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that weights, activations and KV cache may take; in (0, 1]."""
+    kvcache_block_size: int = 256
+    """Tokens in a KV block, the unit of allocation and prefix caching; a multiple of 16."""
+    num_kvcache_blocks: int | None = None
+    """KV blocks in the pool. None (or -1): what memory allows, on a CPU a quarter of what is free."""
+    enforce_eager: bool = False
+    """Whether to run decode steps without CUDA graphs."""
+    tensor_parallel_size: int = 1
+    """GPUs that share the model. Only 1 is built."""
+    seed: int = 0
+    """Seeds requests without a seed of their own, and dummy weights."""
+    attention_backend: AttentionBackendName = "auto"
+    """Kernel of dense attention. `auto` takes the first that has no reason against it and logs it;
+    a named one is used or refused, never replaced."""
+    load_format: LoadFormat = "auto"
+    """`auto` reads safetensors. `dummy` draws random weights for a `config.json`, to benchmark."""
+    enable_prefix_caching: bool = True
+    """Whether requests that begin alike share the KV blocks of what they share."""
+    sparse_policy: SparsePolicyType = SparsePolicyType.FULL
+    """Which attention is computed: a `SparsePolicyType` or its name in any case."""
+
+    def __post_init__(self) -> None:
+        def normalise(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        normalise("model", str(self.model))
+        normalise("dtype", str(self.dtype).removeprefix("torch."))
+        normalise("device", str(self.device))
+        normalise("sparse_policy", parse_policy_type(self.sparse_policy))
+        if self.num_kvcache_blocks == -1:
+            normalise("num_kvcache_blocks", None)
+        _one_of("dtype", self.dtype, get_args(DType))
+        _one_of("load_format", self.load_format, get_args(LoadFormat))
+        _one_of("attention_backend", self.attention_backend, get_args(AttentionBackendName))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kvcache_block_size"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("max_model_len", "num_kvcache_blocks"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        if self.kvcache_block_size % 16:
+            raise ConfigError(
+                f"kvcache_block_size={self.kvcache_block_size} is not a multiple of 16"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} is not in (0, 1]"
+            )
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is built so far"
+            )
+        if self.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r} is none of auto, cpu, cuda, cuda:N")
+
+    @classmethod
+    def from_options(cls, model: object, options: dict[str, Any]) -> "Config":
+        """Make the config of `LLM(model, **options)`.
+
+        Raises:
+            ConfigError: an option is unknown (the message lists those that exist) or invalid.
+        """
+        valid = [field.name for field in fields(cls) if field.name != "model"]
+        for name in options:
+            if name not in valid:
+                close = difflib.get_close_matches(name, valid, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(f"unknown option {name!r}{hint} Options: {', '.join(valid)}")
+        return cls(model=str(model), **options)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is none of {', '.join(allowed)}")
+
+
+def _at_least_one(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} is not an integer >= 1")

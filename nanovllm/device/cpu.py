@@ -1,0 +1,61 @@
+"""The CPU as a device."""
+
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.device.base import Device, Replay
+
+
+class CpuDevice(Device):
+    """Runs everything at once, in the calling thread and PyTorch's worker threads."""
+
+    records_graphs = False
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.name = _cpu_name()
+        # Only with AMX tiles do bfloat16 matrix products beat float32 ones (docs/experiments.md).
+        self.default_dtype = torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
+
+    def free_memory_bytes(self) -> int:
+        for line in _read_lines("/proc/meminfo"):
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return self.total_memory_bytes()
+
+    def total_memory_bytes(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def peak_memory_bytes(self, run: Callable[[], Any]) -> int:
+        return 0  # activations are small beside main memory, and nothing counts them
+
+    def release_cached_memory(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def upload(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=dtype)
+
+    def capture(self, run: Callable[[], Any]) -> Replay:
+        raise NotImplementedError("a CPU launches nothing that could be recorded")
+
+
+def _cpu_name() -> str:
+    for line in _read_lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "CPU"
+
+
+def _read_lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

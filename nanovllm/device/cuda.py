@@ -1,0 +1,65 @@
+"""A CUDA GPU as a device: the only file that names torch.cuda."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nanovllm.device.base import Device, Replay
+
+
+class CudaDevice(Device):
+    """One GPU, work given to PyTorch's current stream."""
+
+    default_dtype = None
+    records_graphs = True
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        self.name = torch.cuda.get_device_name(index)
+        self._graph_pool: Any = None
+
+    @staticmethod
+    def count() -> int:
+        """Return how many CUDA devices PyTorch sees."""
+        return torch.cuda.device_count()
+
+    def free_memory_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+    def total_memory_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[1]
+
+    def peak_memory_bytes(self, run: Callable[[], Any]) -> int:
+        self.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def release_cached_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def upload(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        host = torch.as_tensor(values, dtype=dtype)
+        # The caching host allocator keeps the pinned copy until the transfer is done.
+        return host.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def capture(self, run: Callable[[], Any]) -> Replay:
+        # Kernels compile and libraries allocate workspaces in a run before the recorded one.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool):
+            run()
+        self._graph_pool = self._graph_pool or graph.pool()
+        return graph.replay

@@ -1,0 +1,191 @@
+"""Runs a step's tokens through the model: the loop over layers, and CUDA graphs of decode steps."""
+
+import torch
+
+from nanovllm.device import Device
+from nanovllm.engine.scheduler import Step
+from nanovllm.engine.step_inputs import build_step_inputs
+from nanovllm.kvcache.attention_batch import (
+    AttentionBatch,
+    DecodeBatch,
+    PrefillSegment,
+    slot_index,
+)
+from nanovllm.kvcache.resident import ResidentKVCache
+from nanovllm.kvcache.sparse.policy import SparsePolicy
+from nanovllm.layers.attention import AttentionStep
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.log import get_logger
+from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.ops.backends import AttentionBackend
+
+logger = get_logger(__name__)
+
+_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+class ModelRunner:
+    """A model on its device, with the cache that its attention reads."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        rotary: RotaryEmbedding,
+        cache: ResidentKVCache,
+        policy: SparsePolicy,
+        backend: AttentionBackend,
+        device: Device,
+        max_model_len: int,
+    ) -> None:
+        self._model = model
+        self._rotary = rotary
+        self._cache = cache
+        self._policy = policy
+        self._backend = backend
+        self._device = device
+        self._max_blocks = -(-max_model_len // cache.block_size)
+        # Plain torch cannot follow block tables: it attends to keys gathered by slot.
+        self._gathers = backend.name == "torch"
+        self._graphs: dict[int, _DecodeGraph] = {}
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> torch.Tensor:
+        """Compute the step's tokens and return the logits that follow its sampled sequences.
+
+        Returns:
+            `[len(step.sampled), vocab_size]`, rows in the order of `step.sampled`. Does not wait
+            for the device.
+        """
+        if not step.prefills and (graph := self._graph_for(len(step.decodes))) is not None:
+            inputs = self._inputs(step, pad_decodes_to=graph.size)
+            return graph.run(*inputs)[: len(step.decodes)]
+        tokens, tables = self._inputs(step)
+        batch = AttentionBatch(
+            slot_mapping=tokens[2],
+            prefills=self._segments(step),
+            decodes=self._decode_batch(step, tables) if step.decodes else None,
+        )
+        return self._logits(self._hidden(tokens, batch)[self._sampled_rows(step)])
+
+    @torch.inference_mode()
+    def capture_graphs(self, max_num_seqs: int) -> None:
+        """Record a CUDA graph of a decode step for each of a few batch sizes, largest first."""
+        smaller = [size for size in _GRAPH_SIZES if size < max_num_seqs]
+        for size in [min(max_num_seqs, _GRAPH_SIZES[-1]), *reversed(smaller)]:
+            inputs = self._inputs(Step(), pad_decodes_to=size)
+            self._graphs[size] = _DecodeGraph(self, self._device, *inputs)
+        logger.info("recorded decode graphs for up to %d sequences", max(self._graphs))
+
+    def decode_logits(self, tokens: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        """Return the logits of a step that only decodes, from its inputs on the device."""
+        batch = AttentionBatch(
+            slot_mapping=tokens[2],
+            prefills=(),
+            decodes=DecodeBatch(
+                rows=slice(0, len(tables)),
+                block_tables=tables[:, 1:],
+                context_lens=tables[:, 0],
+                slots=None,
+            ),
+        )
+        return self._logits(self._hidden(tokens, batch))
+
+    def _hidden(self, tokens: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Return the final hidden states, `[num_tokens, hidden_size]`: the loop over layers."""
+        token_ids, positions, _ = tokens
+        cos, sin = self._rotary.angles(positions)
+        step = AttentionStep(batch, self._cache.layers, self._policy, self._backend, cos, sin)
+        hidden: torch.Tensor = self._model.embed_tokens(token_ids)
+        residual = None
+        for layer in self._model.layers:
+            hidden, residual = layer(hidden, residual, step)
+        hidden, _ = self._model.norm.add(hidden, residual)
+        return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._model.lm_head(hidden)
+        return logits
+
+    def _inputs(self, step: Step, pad_decodes_to: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = build_step_inputs(
+            step,
+            self._cache.block_size,
+            self._max_blocks,
+            self._cache.scrap_block,
+            pad_decodes_to,
+        )
+        return (
+            self._device.upload(inputs.tokens, torch.int64),
+            self._device.upload(inputs.decode_tables, torch.int32),
+        )
+
+    def _segments(self, step: Step) -> list[PrefillSegment]:
+        segments, start = [], 0
+        block_size, device = self._cache.block_size, self._device.torch_device
+        for seq, num_tokens in step.prefills:
+            context_len = seq.num_computed_tokens + num_tokens
+            segments.append(
+                PrefillSegment(
+                    rows=slice(start, start + num_tokens),
+                    block_table=seq.block_table[: -(-context_len // block_size)],
+                    num_history_tokens=seq.num_computed_tokens,
+                    context_len=context_len,
+                    block_size=block_size,
+                    slots=slot_index(seq.block_table, context_len, block_size, device),
+                    device=device,
+                )
+            )
+            start += num_tokens
+        return segments
+
+    def _decode_batch(self, step: Step, tables: torch.Tensor) -> DecodeBatch:
+        start = step.num_tokens - len(step.decodes)
+        slots = [
+            slot_index(
+                seq.block_table, seq.num_tokens, self._cache.block_size, self._device.torch_device
+            )
+            for seq in (step.decodes if self._gathers else ())
+        ]
+        return DecodeBatch(
+            rows=slice(start, step.num_tokens),
+            block_tables=tables[:, 1:],
+            context_lens=tables[:, 0],
+            slots=slots if self._gathers else None,
+        )
+
+    def _sampled_rows(self, step: Step) -> torch.Tensor:
+        rows, start = [], 0
+        for seq, num_tokens in step.prefills:
+            start += num_tokens
+            if num_tokens == seq.num_uncomputed_tokens:
+                rows.append(start - 1)
+        rows.extend(range(start, start + len(step.decodes)))
+        return self._device.upload(rows, torch.int64)
+
+    def _graph_for(self, num_seqs: int) -> "_DecodeGraph | None":
+        size = min((size for size in self._graphs if size >= num_seqs), default=0)
+        return self._graphs.get(size)
+
+
+class _DecodeGraph:
+    """A recorded decode step of a fixed number of sequences."""
+
+    _logits: torch.Tensor
+
+    def __init__(
+        self, runner: ModelRunner, device: Device, tokens: torch.Tensor, tables: torch.Tensor
+    ) -> None:
+        self.size = len(tables)
+        self._tokens, self._tables = tokens, tables
+
+        def record() -> None:
+            self._logits = runner.decode_logits(tokens, tables)
+
+        self._replay = device.capture(record)
+
+    def run(self, tokens: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        """Replay the step on other inputs. The logits are overwritten by the next replay."""
+        self._tokens.copy_(tokens)
+        self._tables.copy_(tables)
+        self._replay()
+        return self._logits

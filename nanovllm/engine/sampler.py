@@ -1,0 +1,123 @@
+"""Chooses each request's next token from its logits."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.device import Device
+from nanovllm.engine.sequence import Sequence
+
+_TIE = 1e-6  # rounding of a distribution's sums: a share reached up to this is reached
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A request's next token."""
+
+    token_id: int | None
+    """None if the logits are not finite."""
+    logprobs: dict[int, float] | None
+    """Raw log-probabilities of the best tokens and the chosen one, if asked for."""
+
+
+class Sampler:
+    """Samples a batch of requests, each as if it were alone.
+
+    A draw inverts the cumulative distribution, in the vocabulary's order, at one number from the
+    request's own generator. So a request's tokens depend on its seed and its logits, not on the
+    requests beside it or on the device's random numbers.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
+        """Choose a token for each sequence and wait for the result.
+
+        Args:
+            logits: `[num_seqs, vocab_size]`; may be overwritten.
+            sequences: their sequences, in order. Each one that samples spends one draw.
+        """
+        raw = logits.float()
+        penalised = self._penalise(raw, sequences)
+        token_ids = penalised.argmax(-1)
+        rows = [i for i, seq in enumerate(sequences) if seq.params.temperature > 0]
+        if rows:
+            index = self._device.upload(rows, torch.int64)
+            drawn = self._draw(penalised[index], [sequences[i] for i in rows])
+            token_ids.index_copy_(0, index, drawn)
+        # Sums of finite logits are finite; NaN and infinities survive a sum.
+        finite = raw.sum(-1).isfinite()
+        chosen: list[int] = torch.where(finite, token_ids, -1).tolist()
+        logprobs = self._logprobs(raw, chosen, sequences)
+        return [
+            Sampled(None if token_id < 0 else token_id, logprobs.get(i))
+            for i, token_id in enumerate(chosen)
+        ]
+
+    def _penalise(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+        rows = [i for i, seq in enumerate(sequences) if seq.params.repetition_penalty != 1.0]
+        if not rows:
+            return logits
+        logits = logits.clone()
+        for i in rows:
+            penalty = sequences[i].params.repetition_penalty
+            seen = self._device.upload(sorted(set(sequences[i].token_ids)), torch.int64)
+            values = logits[i, seen]
+            logits[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
+        return logits
+
+    def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+        params = [seq.params for seq in sequences]
+        temperature = self._column([p.temperature for p in params])
+        peak = logits.max(-1, keepdim=True).values
+        probs = ((logits - peak).double() / temperature).softmax(-1)
+        if any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params):
+            vocab_size = logits.shape[1]
+            probs = _filter(
+                probs,
+                self._column(
+                    [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+                ),
+                self._column([p.top_p for p in params]),
+                self._column([p.min_p for p in params]),
+            )
+        cumulative = probs.cumsum(-1)
+        total = cumulative[:, -1:]
+        draws = self._column([seq.random.random() for seq in sequences]) * total
+        # The first token whose cumulative probability exceeds the draw; it has some itself.
+        below = torch.minimum(draws, torch.nextafter(total, torch.zeros_like(total)))
+        return torch.searchsorted(cumulative, below, right=True).squeeze(-1)
+
+    def _column(self, values: list[float] | list[int]) -> torch.Tensor:
+        return self._device.upload(values, torch.float64)[:, None]
+
+    def _logprobs(
+        self, raw: torch.Tensor, chosen: list[int], sequences: Seq[Sequence]
+    ) -> dict[int, dict[int, float]]:
+        result = {}
+        for i, seq in enumerate(sequences):
+            if seq.params.logprobs is None or chosen[i] < 0:
+                continue
+            row = raw[i].log_softmax(-1)
+            values, ids = row.topk(min(seq.params.logprobs, row.shape[0]))
+            best = dict(zip(ids.tolist(), values.tolist(), strict=True))
+            result[i] = best | {chosen[i]: row[chosen[i]].item()}
+        return result
+
+
+def _filter(
+    probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Set to 0 what `min_p`, then `top_k`, then `top_p` remove. `probs`: fp64 `[n, vocab_size]`."""
+    descending, order = probs.sort(stable=True, dim=-1, descending=True)
+    rank = torch.arange(probs.shape[1], device=probs.device)
+    kept = (descending >= min_p * descending[:, :1]) & (rank < top_k)
+    descending = torch.where(kept, descending, 0.0)
+    # What lies before a token must fall short of the share for the token to be needed.
+    before = descending.cumsum(-1) - descending
+    needed = before < top_p * descending.sum(-1, keepdim=True) - _TIE
+    # The most likely token always stays, also under a share below the tie.
+    descending = torch.where(needed | (rank == 0), descending, 0.0)
+    return torch.zeros_like(probs).scatter_(1, order, descending)

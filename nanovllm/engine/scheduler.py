@@ -1,0 +1,130 @@
+"""Which sequences a step computes, and how many tokens of each."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.outputs import FinishReason
+
+
+@dataclass(slots=True)
+class Step:
+    """The work of one step."""
+
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Sequences that compute a chunk of their tokens, and its length."""
+    decodes: list[Sequence] = field(default_factory=list)
+    """Sequences that compute the token they generated last."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return len(self.decodes) + sum(n for _, n in self.prefills)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Sequences whose last token the step computes, so that a new one follows it."""
+        done = [seq for seq, n in self.prefills if n == seq.num_uncomputed_tokens]
+        return done + self.decodes
+
+
+class Scheduler:
+    """Continuous batching: decodes first, then chunks of prompts, within a budget of tokens.
+
+    A sequence is admitted when blocks for all it has so far are free, so that no two half-admitted
+    sequences can wait for each other. When a running one needs a block and none is free, the newest
+    running sequence goes back to the front of the queue and later computes its tokens again; the
+    oldest is never sent back while another runs, so there is always progress.
+    """
+
+    def __init__(
+        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.block_manager = block_manager
+        self.num_preemptions = 0
+        # A step must have room for one token of each running sequence.
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All unfinished sequences: running ones, oldest first, then waiting ones."""
+        return [*self._running, *self._waiting]
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        self._waiting.append(seq)
+
+    def schedule(self) -> Step:
+        """Choose the next step's work and give it its blocks. Empty if nothing waits or runs."""
+        step = Step()
+        step.decodes = self._grow_decodes()
+        budget = self._max_num_batched_tokens - len(step.decodes)
+        for seq in self._running:
+            if not seq.is_decoding:
+                budget -= self._schedule_chunk(step, seq, budget)
+        while budget > 0 and self._waiting and len(self._running) < self._max_num_seqs:
+            seq = self._waiting[0]
+            if not self.block_manager.allocate(seq):
+                break
+            self._waiting.popleft()
+            self._running.append(seq)
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = seq.num_computed_tokens
+            seq.status = Status.RUNNING
+            budget -= self._schedule_chunk(step, seq, budget)
+        return step
+
+    def commit(self, step: Step) -> None:
+        """Note that the step's tokens are computed; to be called before new tokens are added."""
+        for seq, num_tokens in step.prefills:
+            self.block_manager.commit(seq, num_tokens)
+        for seq in step.decodes:
+            self.block_manager.commit(seq, 1)
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End an unfinished sequence, wherever it stands, and free its blocks."""
+        if seq.status is Status.RUNNING:
+            self._running.remove(seq)
+        else:
+            self._waiting.remove(seq)
+        self.block_manager.free(seq)
+        seq.status, seq.finish_reason = Status.FINISHED, reason
+
+    def check_integrity(self) -> None:
+        """Check that the blocks' books agree with the sequences.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        self.block_manager.check_integrity(self.sequences)
+
+    def _grow_decodes(self) -> list[Sequence]:
+        decodes: list[Sequence] = []
+        for seq in list(self._running):
+            if seq.status is not Status.RUNNING or not seq.is_decoding:
+                continue
+            while not self.block_manager.grow(seq):
+                victim = self._running[-1]
+                self._preempt(victim)
+                if victim is seq:
+                    break
+            else:
+                decodes.append(seq)
+        return decodes
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.num_preemptions += 1
+        self._running.remove(seq)
+        self.block_manager.free(seq)
+        seq.status = Status.WAITING
+        self._waiting.appendleft(seq)
+
+    def _schedule_chunk(self, step: Step, seq: Sequence, budget: int) -> int:
+        num_tokens = min(budget, seq.num_uncomputed_tokens)
+        if num_tokens > 0:
+            step.prefills.append((seq, num_tokens))
+        return num_tokens

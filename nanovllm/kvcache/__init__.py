@@ -1,0 +1,1 @@
+"""Where keys and values live, and which of them attention reads."""

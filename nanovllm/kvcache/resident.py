@@ -1,0 +1,62 @@
+"""The KV cache in the memory of the device that computes: paged, one tensor for all layers."""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kvcache.attention_batch import SlotIndex
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's keys and values, each `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def write(self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store `key` and `value`, `[n, num_kv_heads, head_dim]`, at the slots given, int64 `[n]`."""
+        self.keys.flatten(0, 1).index_copy_(0, slot_mapping, key)
+        self.values.flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+    def read(self, slots: SlotIndex) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values at `slots`, `[n, num_kv_heads, head_dim]`; views for a slice."""
+        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        if isinstance(slots, slice):
+            return keys[slots], values[slots]
+        return keys.index_select(0, slots), values.index_select(0, slots)
+
+
+class ResidentKVCache:
+    """Keys and values of all layers, `[2, num_layers, num_blocks + 1, block_size, heads, dim]`.
+
+    The block after the last is scrap: rows that only fill up a CUDA graph's batch write there.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (2, num_layers, num_blocks + 1, block_size, num_kv_heads, head_dim)
+        data = torch.empty(shape, dtype=dtype, device=device)
+        self.layers = [LayerKV(data[0, i], data[1, i]) for i in range(num_layers)]
+
+    @property
+    def scrap_block(self) -> int:
+        """The id of the block that no sequence owns."""
+        return self.num_blocks
+
+    @staticmethod
+    def block_bytes(
+        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Return the bytes of one block over all layers, keys and values."""
+        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

@@ -1,0 +1,63 @@
+"""The attention layer: stores keys and values, then lets the policy attend."""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kvcache.attention_batch import AttentionBatch
+from nanovllm.kvcache.resident import LayerKV
+from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
+from nanovllm.ops.backends import AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What attention needs in one step, handed down through the layers."""
+
+    batch: AttentionBatch
+    cache: list[LayerKV]
+    policy: SparsePolicy
+    backend: AttentionBackend
+    cos: torch.Tensor
+    """fp32 `[num_tokens, head_dim / 2]`: rotary angles of the step's tokens."""
+    sin: torch.Tensor
+
+
+def attend(
+    step: AttentionStep,
+    layer_id: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Store a step's keys and values in the cache and attend each token to its sequence.
+
+    Args:
+        step: the step's batch, cache, policy and backend.
+        layer_id: which layer of the cache.
+        query: `[num_tokens, num_q_heads, head_dim]`, rotary embedding applied.
+        key, value: `[num_tokens, num_kv_heads, head_dim]`.
+
+    Returns:
+        Like `query`, contiguous. Does not synchronise with the host.
+    """
+    layer_kv = step.cache[layer_id]
+    batch, policy = step.batch, step.policy
+    layer_kv.write(batch.slot_mapping, key, value)
+    scale = query.shape[-1] ** -0.5
+    outputs = []
+    for segment in batch.prefills:
+        chunk = query[segment.rows]
+        ctx = PolicyContext(
+            layer_id=layer_id,
+            query=chunk,
+            is_prefill=True,
+            num_history_tokens=segment.num_history_tokens,
+            block_size=segment.block_size,
+            softmax_scale=scale,
+            backend=step.backend,
+        )
+        outputs.append(policy.compute_prefill(chunk, layer_kv, segment, ctx))
+    if (decodes := batch.decodes) is not None:
+        outputs.append(policy.compute_decode(query[decodes.rows], layer_kv, decodes, scale))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,0 +1,1 @@
+"""What a run did: throughput, and later density, transfer and memory."""

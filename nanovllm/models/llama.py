@@ -1,0 +1,125 @@
+"""`LlamaForCausalLM`, and the decoder that the other architectures vary."""
+
+import torch
+from torch import nn
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import AttentionStep, attend
+from nanovllm.layers.embed_head import Embedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear
+from nanovllm.models.config import ModelConfig
+from nanovllm.ops.elementwise import rotate_
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary embedding."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.num_q_heads = config.num_q_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        q_size, kv_size = (n * self.head_dim for n in (self.num_q_heads, self.num_kv_heads))
+        self.qkv_proj = Linear(
+            config.hidden_size,
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            bias=qkv_bias,
+        )
+        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, bias=output_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
+
+    def forward(self, hidden: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """Map `[num_tokens, hidden_size]` to the same."""
+        # [num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]
+        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        sizes = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
+        query, key, value = heads.split(sizes, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+            rotate_(query, step.cos, step.sin)
+            rotate_(key, step.cos, step.sin)
+        else:  # queries and keys lie side by side: one rotation for both
+            rotate_(heads[:, : self.num_q_heads + self.num_kv_heads], step.cos, step.sin)
+        out = attend(step, self.layer_id, query, key, value)
+        projected: torch.Tensor = self.o_proj(out.flatten(1))
+        return projected
+
+
+class LlamaMLP(nn.Module):
+    """The gated feed-forward network."""
+
+    def __init__(self, config: ModelConfig, bias: bool) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = Linear(
+            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias
+        )
+        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, bias=bias)
+        self.activation = SiluAndMul()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map `[num_tokens, hidden_size]` to the same."""
+        out: torch.Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and beside the residual stream."""
+
+    def __init__(self, config: ModelConfig, attention: LlamaAttention, mlp: LlamaMLP) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, step: AttentionStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the layer adds to the residual stream, and the stream before that.
+
+        Args:
+            hidden: `[num_tokens, hidden_size]`, what the layer before adds.
+            residual: the stream before that; None for the first layer.
+            step: what attention needs.
+        """
+        normed, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(normed, step)
+        normed, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(normed), residual
+
+
+class LlamaForCausalLM(nn.Module):
+    """Llama 2 and 3, SmolLM2 and their kin."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                config,
+                self.make_attention(config, layer_id),
+                LlamaMLP(config, bias=bool(getattr(config.hf, "mlp_bias", False))),
+            )
+            for layer_id in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size})
+
+    @staticmethod
+    def make_attention(config: ModelConfig, layer_id: int) -> LlamaAttention:
+        """Make a layer's attention; what the architectures differ in."""
+        bias = bool(getattr(config.hf, "attention_bias", False))
+        return LlamaAttention(config, layer_id, qkv_bias=bias, output_bias=bias)

@@ -1,0 +1,236 @@
+"""Makes a model and fills it from safetensors, every parameter from the one file that owns it."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from tqdm import tqdm
+
+from nanovllm.errors import ConfigError
+from nanovllm.layers.linear import Linear
+from nanovllm.log import get_logger
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.registry import model_class
+
+logger = get_logger(__name__)
+
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+
+
+def load_model(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    dummy_seed: int | None = None,
+) -> LlamaForCausalLM:
+    """Make the model that `config` describes, with the directory's weights, on `device`.
+
+    Args:
+        directory: Hugging Face directory with one or many safetensors files. Pickles are not read.
+        config: its configuration.
+        dtype: type to convert the weights to.
+        device: where to put them.
+        dummy_seed: draw random weights from this seed instead of reading any.
+
+    Raises:
+        ConfigError: a file or tensor is missing, damaged or of the wrong shape; the message names it.
+    """
+    with torch.device("meta"):
+        model = model_class(config.architecture)(config)
+    model = model.to(dtype).to_empty(device=device)
+    if dummy_seed is not None:
+        _draw_weights(model, config, dummy_seed)
+    else:
+        with WeightFiles(directory) as files:
+            _read_weights(model, config, files)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.pack()
+    return model.eval()
+
+
+class WeightFiles:
+    """The tensors of a model directory, each name assigned to the one file it is read from."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open_files: dict[str, safe_open] = {}
+        self._file_of = self._assign()
+
+    def __enter__(self) -> "WeightFiles":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open_files.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self._file_of)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Read one tensor and check that it has the shape that the config implies."""
+        file = self._file_of[name]
+        try:
+            tensor: torch.Tensor = self._open(file).get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{self._directory / file}: tensor {name!r} cannot be read: {error}"
+            ) from error
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"{self._directory / file}: tensor {name!r} has shape {tuple(tensor.shape)}, "
+                f"but config.json implies {shape}"
+            )
+        return tensor
+
+    def _assign(self) -> dict[str, str]:
+        index = self._directory / _INDEX
+        if index.is_file():
+            try:
+                weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{index} is not a valid index: {error!r}") from error
+            self._refuse_missing(sorted(set(weight_map.values())))
+            return weight_map
+        return {name: file for file in self._unindexed() for name in self._open(file).keys()}  # noqa: SIM118
+
+    def _unindexed(self) -> list[str]:
+        found = sorted(path.name for path in self._directory.glob("*.safetensors"))
+        if "model.safetensors" in found:
+            return ["model.safetensors"]
+        shards = [match for name in found if (match := _SHARD.fullmatch(name))]
+        if shards:
+            total = shards[0][2]
+            expected = [f"model-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
+            self._refuse_missing(expected)
+            return expected
+        if len(found) == 1:
+            return found
+        if found:
+            raise ConfigError(
+                f"{self._directory} has no {_INDEX} and no model.safetensors to say which of "
+                f"{', '.join(found)} hold the weights"
+            )
+        others = [
+            path.name
+            for suffix in ("bin", "pt", "pth")
+            for path in sorted(self._directory.glob(f"*.{suffix}"))
+        ]
+        hint = (
+            f" {', '.join(others)} are pickles, which can run code and are never opened: convert "
+            "them to safetensors."
+            if others
+            else ' To benchmark without weights use load_format="dummy".'
+        )
+        raise ConfigError(f"{self._directory} holds no *.safetensors file.{hint}")
+
+    def _refuse_missing(self, names: list[str]) -> None:
+        missing = [name for name in names if not (self._directory / name).is_file()]
+        if missing:
+            raise ConfigError(f"{self._directory} lacks the weight files {', '.join(missing)}")
+
+    def _open(self, file: str) -> safe_open:
+        if file not in self._open_files:
+            path = self._directory / file
+            with path.open("rb") as stream:
+                if stream.read(15) == b"version https:/":
+                    raise ConfigError(
+                        f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` there"
+                    )
+            try:
+                self._open_files[file] = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ConfigError(
+                    f"{path} is damaged or cut short ({error}): download it again"
+                ) from error
+        return self._open_files[file]
+
+
+def _checkpoint_name(module_name: str) -> str:
+    return module_name if module_name == "lm_head" else f"model.{module_name}"
+
+
+def _sources(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[tuple[str, int]]]]:
+    """Yield each parameter with the tensors that are its rows: name in the checkpoint, row count."""
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, Linear):
+                parent = module_name.rpartition(".")[0]
+                prefix = f"{parent}." if parent else ""
+                parts = [
+                    (f"{_checkpoint_name(prefix + part)}.{name}", rows)
+                    for part, rows in module.parts.items()
+                ]
+            else:
+                parts = [(f"{_checkpoint_name(module_name)}.{name}", parameter.shape[0])]
+            yield parameter, parts
+
+
+def _read_weights(model: LlamaForCausalLM, config: ModelConfig, files: WeightFiles) -> None:
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    aliases: dict[str, str] = {}
+    if config.tie_word_embeddings:
+        if embed not in files:
+            aliases[embed] = head
+        if head not in files:
+            aliases[head] = embed
+        elif embed in files and _differ(files, config, embed, head):
+            logger.warning(
+                "config.json ties the output head to the embedding, but the checkpoint holds "
+                "another %s: using it",
+                head,
+            )
+        else:
+            aliases[head] = embed
+    sources = list(_sources(model))
+    names = [aliases.get(name, name) for _, parts in sources for name, _ in parts]
+    missing = sorted({name for name in names if name not in files})
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+        raise ConfigError(f"the checkpoint lacks tensors that config.json implies: {shown}")
+    if unused := sorted(files.names() - set(names) - {embed, head}):
+        logger.warning("%d tensors of the checkpoint are not used: %s", len(unused), unused[:5])
+    for parameter, parts in tqdm(sources, desc="Loading weights", leave=False, disable=None):
+        start = 0
+        for name, rows in parts:
+            shape = (rows, *parameter.shape[1:])
+            parameter[start : start + rows] = files.read(aliases.get(name, name), shape)
+            start += rows
+    if aliases.get(head) == embed or aliases.get(embed) == head:
+        model.lm_head.weight = model.embed_tokens.weight
+
+
+def _differ(files: WeightFiles, config: ModelConfig, *names: str) -> bool:
+    a, b = (files.read(name, (config.vocab_size, config.hidden_size)) for name in names)
+    return not torch.equal(a, b)
+
+
+def _draw_weights(model: LlamaForCausalLM, config: ModelConfig, seed: int) -> None:
+    """Fill with what training starts from: small normal weights, zero biases, unit norms."""
+    generator = torch.Generator(device=model.norm.weight.device).manual_seed(seed)
+    std = float(getattr(config.hf, "initializer_range", 0.02))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            parameter.normal_(0.0, std, generator=generator)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight

@@ -1,0 +1,1 @@
+"""Attention and its helpers as functions of tensors. Nothing here knows of models or requests."""

@@ -1,0 +1,1 @@
+"""Triton kernels. Imported only where they run: on CUDA, or under the interpreter in tests."""

@@ -1,0 +1,1 @@
+"""Tools around the engine that no engine module imports at import time."""

@@ -1,6 +1,7 @@
 """The engine's options: one frozen dataclass, checked before any work starts."""
 
 import difflib
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -28,14 +29,15 @@ class Config:
     allow. Always bounded by what the KV cache can hold."""
     max_num_seqs: int = 256
     """Most requests that run at once; >= 1."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int = 16384
     """Most tokens that one step computes, so the length of a prefill chunk; >= 1."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that weights, activations and KV cache may take; in (0, 1]."""
     kvcache_block_size: int = 256
     """Tokens in a KV block, the unit of allocation and prefix caching; a multiple of 16."""
     num_kvcache_blocks: int | None = None
-    """KV blocks in the pool. None (or -1): what memory allows, on a CPU a quarter of what is free."""
+    """KV blocks in the pool. None (or -1): what memory allows, on a CPU a quarter of what is
+    free."""
     enforce_eager: bool = False
     """Whether to run decode steps without CUDA graphs."""
     tensor_parallel_size: int = 1
@@ -74,15 +76,19 @@ class Config:
             raise ConfigError(
                 f"kvcache_block_size={self.kvcache_block_size} is not a multiple of 16"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} is not in (0, 1]"
-            )
+        for name in ("enforce_eager", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not True or False")
+        if not isinstance(self.seed, int):
+            raise ConfigError(f"seed={self.seed!r} is not an integer")
+        share = self.gpu_memory_utilization
+        if not (isinstance(share, (int, float)) and 0 < share <= 1):
+            raise ConfigError(f"gpu_memory_utilization={share!r} is not a number in (0, 1]")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is built so far"
             )
-        if self.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r} is none of auto, cpu, cuda, cuda:N")
 
     @classmethod
@@ -96,7 +102,7 @@ class Config:
         for name in options:
             if name not in valid:
                 close = difflib.get_close_matches(name, valid, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = f": did you mean {close[0]!r}?" if close else "."
                 raise ConfigError(f"unknown option {name!r}{hint} Options: {', '.join(valid)}")
         return cls(model=str(model), **options)
 

@@ -126,7 +126,7 @@ class LLM:
             self._abort(entries)
 
     def close(self) -> None:
-        """Free the model and its KV cache. The object cannot be used afterwards."""
+        """Free the model and its KV cache. Only `close` may be called afterwards."""
         self.engine.close()
 
     def __enter__(self) -> "LLM":
@@ -170,14 +170,18 @@ class LLM:
     ) -> list[Request | RequestOutput]:
         """Queue each prompt; one that is refused becomes its result at once."""
         entries: list[Request | RequestOutput] = []
-        for index, ((encode, arguments), p) in enumerate(zip(items, params, strict=True)):
-            token_ids: list[int] = []
-            try:
-                token_ids = encode(*arguments)
-                entries.append(self.engine.add_request(token_ids, p, streaming))
-            except ConfigError as error:
-                logger.warning("prompt %d refused: %s", index, error)
-                entries.append(_refused(len(token_ids), str(error)))
+        try:
+            for index, ((encode, arguments), p) in enumerate(zip(items, params, strict=True)):
+                token_ids: list[int] = []
+                try:
+                    token_ids = encode(*arguments)
+                    entries.append(self.engine.add_request(token_ids, p, streaming))
+                except ConfigError as error:
+                    logger.warning("prompt %d refused: %s", index, error)
+                    entries.append(_refused(len(token_ids), str(error)))
+        except BaseException:
+            self._abort(entries)
+            raise
         return entries
 
     def _abort(self, entries: list[Request | RequestOutput]) -> None:
@@ -191,8 +195,12 @@ def _params_list(params: SamplingParamsArg, num_prompts: int) -> Sequence[Sampli
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
+    params = list(params)
     if len(params) != num_prompts:
         raise ConfigError(f"{len(params)} sampling_params for {num_prompts} prompts")
+    for p in params:
+        if not isinstance(p, SamplingParams):
+            raise ConfigError(f"sampling_params hold {p!r}, which is no SamplingParams")
     return params
 
 

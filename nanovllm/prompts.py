@@ -1,6 +1,7 @@
 """The forms in which prompts may be given."""
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.errors import ConfigError
@@ -42,4 +43,9 @@ def _as_list(values: Any) -> list[Any]:
 
 
 def _is_iterable(value: Any) -> bool:
-    return hasattr(value, "__iter__")
+    # Tensors without axes claim to be iterable; bytes and mappings are, but of no token ids.
+    return (
+        hasattr(value, "__iter__")
+        and getattr(value, "ndim", 1) > 0
+        and not isinstance(value, (bytes, Mapping))
+    )

@@ -1,7 +1,8 @@
 """How the next token of a request is chosen, and when the request ends."""
 
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +27,18 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the fewest most likely tokens whose probability reaches this share; in (0, 1]."""
     top_k: int = -1
-    """Keep this many most likely tokens; -1 and 0 keep all, and so does more than the vocabulary."""
+    """Keep this many most likely tokens; -1 and 0 keep all, and so does more than the
+    vocabulary."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one; in [0, 1]."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens seen in prompt or output; > 0."""
     stop: str | tuple[str, ...] | list[str] = ()
-    """Strings that end the request; the text ends before the earliest of them. None may be empty."""
+    """Strings that end the request; the text ends before the earliest of them. None may be
+    empty."""
     stop_token_ids: tuple[int, ...] | list[int] = ()
-    """Token ids that end the request, as an end-of-sequence token does, and whatever `ignore_eos`."""
+    """Token ids that end the request, as an end-of-sequence token does, and whatever
+    `ignore_eos`."""
     seed: int | None = None
     """Fixes this request's draws, whatever runs beside it. None draws from the engine's seed."""
     logprobs: int | None = None
@@ -44,12 +48,23 @@ class SamplingParams:
         def normalise(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        normalise("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        normalise("stop_token_ids", tuple(int(i) for i in self.stop_token_ids or ()))
+        normalise("stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop))
+        normalise("stop_token_ids", _as_tuple(self.stop_token_ids, _as_plain_int))
         for name, allowed, holds in _RULES:
             value = getattr(self, name)
             if not holds(value):
                 raise ConfigError(f"SamplingParams: {name}={value!r} is not {allowed}")
+
+
+def _as_tuple(value: Any, convert: Callable[[Any], Any] = lambda item: item) -> Any:
+    """Return an iterable's items, none for None; what else it may be is left to the rules."""
+    if value is None:
+        return ()
+    return tuple(map(convert, value)) if isinstance(value, Iterable) else value
+
+
+def _as_plain_int(value: Any) -> Any:
+    return operator.index(value) if hasattr(value, "__index__") else value
 
 
 def _is_int(value: Any) -> bool:
@@ -60,6 +75,10 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _all(values: Any, holds: Callable[[Any], Any]) -> bool:
+    return isinstance(values, tuple) and all(map(holds, values))
+
+
 _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("temperature", "a finite number >= 0", lambda v: _is_finite(v) and v >= 0),
     ("max_tokens", "an integer >= 1", lambda v: _is_int(v) and v >= 1),
@@ -68,8 +87,8 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("top_k", "-1, 0 (all) or an integer >= 1", lambda v: _is_int(v) and v >= -1),
     ("min_p", "a number in [0, 1]", lambda v: _is_finite(v) and 0 <= v <= 1),
     ("repetition_penalty", "a finite number > 0", lambda v: _is_finite(v) and v > 0),
-    ("stop", "made of non-empty strings", lambda v: all(isinstance(s, str) and s for s in v)),
-    ("stop_token_ids", "made of ids >= 0", lambda v: all(i >= 0 for i in v)),
+    ("stop", "made of non-empty strings", lambda v: _all(v, lambda s: isinstance(s, str) and s)),
+    ("stop_token_ids", "made of ids >= 0", lambda v: _all(v, lambda i: _is_int(i) and i >= 0)),
     ("seed", "None or an integer", lambda v: v is None or _is_int(v)),
     ("logprobs", "None or an integer >= 0", lambda v: v is None or (_is_int(v) and v >= 0)),
 )

@@ -19,6 +19,8 @@ class Device(ABC):
     """The hardware's name."""
     default_dtype: torch.dtype | None
     """The dtype that `dtype="auto"` means here; None takes the checkpoint's."""
+    runs_triton: bool
+    """Whether Triton kernels run here; elsewhere plain torch does their work."""
     records_graphs: bool
     """Whether `capture` works: work can be recorded once and replayed without launching it."""
 
@@ -43,8 +45,10 @@ class Device(ABC):
         """Wait until all work given to the device is done."""
 
     @abstractmethod
-    def upload(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return `values`, a (nested) list or numpy array, as a tensor on the device.
+    def upload(
+        self, values: Any, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `values`, a list or numpy array, as a tensor on the device: `out` if one is given.
 
         Does not wait for the copy; work that uses the tensor is ordered after it.
         """

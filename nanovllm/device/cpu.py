@@ -14,6 +14,7 @@ from nanovllm.device.base import Device, Replay
 class CpuDevice(Device):
     """Runs everything at once, in the calling thread and PyTorch's worker threads."""
 
+    runs_triton = False
     records_graphs = False
 
     def __init__(self) -> None:
@@ -40,8 +41,11 @@ class CpuDevice(Device):
     def synchronize(self) -> None:
         pass
 
-    def upload(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=dtype)
+    def upload(
+        self, values: Any, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        host = torch.as_tensor(values, dtype=dtype)
+        return host if out is None else out.copy_(host)
 
     def capture(self, run: Callable[[], Any]) -> Replay:
         raise NotImplementedError("a CPU launches nothing that could be recorded")

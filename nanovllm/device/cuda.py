@@ -12,6 +12,7 @@ class CudaDevice(Device):
     """One GPU, work given to PyTorch's current stream."""
 
     default_dtype = None
+    runs_triton = True
     records_graphs = True
 
     def __init__(self, index: int = 0) -> None:
@@ -46,10 +47,14 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    def upload(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        host = torch.as_tensor(values, dtype=dtype)
+    def upload(
+        self, values: Any, dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         # The caching host allocator keeps the pinned copy until the transfer is done.
-        return host.pin_memory().to(self.torch_device, non_blocking=True)
+        host = torch.as_tensor(values, dtype=dtype).pin_memory()
+        if out is None:
+            return host.to(self.torch_device, non_blocking=True)
+        return out.copy_(host, non_blocking=True)
 
     def capture(self, run: Callable[[], Any]) -> Replay:
         # Kernels compile and libraries allocate workspaces in a run before the recorded one.

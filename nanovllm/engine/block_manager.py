@@ -121,12 +121,20 @@ class BlockManager:
         """Check the books against the tables of all sequences that hold blocks.
 
         Raises:
-            RuntimeError: a count, the free list or the prefix cache is wrong.
+            RuntimeError: a count, a table, the free list or the prefix cache is wrong.
         """
         users = [0] * self.num_blocks
         for seq in sequences:
-            for block_id in seq.block_table:
+            num_full = seq.num_computed_tokens // self.block_size
+            if self.num_blocks_for(seq.num_computed_tokens) > len(seq.block_table):
+                raise RuntimeError(
+                    f"{seq.num_computed_tokens} computed tokens, but blocks {seq.block_table}"
+                )
+            for i, block_id in enumerate(seq.block_table):
                 users[block_id] += 1
+                digest = self._blocks[block_id].hash
+                if digest is not None and (i >= num_full or digest != seq.block_hashes[i]):
+                    raise RuntimeError(f"block {block_id}: its hash is not that of its tokens")
         for block_id, block in enumerate(self._blocks):
             if block.num_users != users[block_id]:
                 raise RuntimeError(
@@ -134,6 +142,8 @@ class BlockManager:
                 )
             if (block.num_users == 0) != (block_id in self._free):
                 raise RuntimeError(f"block {block_id}: free list disagrees with its users")
+            if block.num_users > 1 and block.hash is None:
+                raise RuntimeError(f"block {block_id}: shared, although it is not cached")
             if block.hash is not None and self._cached.get(block.hash) != block_id:
                 raise RuntimeError(f"block {block_id}: the prefix cache does not know its hash")
         for digest, block_id in self._cached.items():

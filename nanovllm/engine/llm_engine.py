@@ -41,9 +41,10 @@ class LLMEngine:
         self.tokenizer = load_tokenizer(directory)
         self.encoder = PromptEncoder(self.tokenizer, self.model_config.vocab_size)
         self._end_ids = end_token_ids(directory, self.model_config.hf, self.tokenizer)
-        self._device = create_device(config.device)
-        self._sampler = Sampler(self._device)
+        self.device = create_device(config.device)
+        self._sampler = Sampler(self.device)
         self._next_id = 0
+        self._closed = False
         self._make_runner(directory)
 
     def add_request(
@@ -53,7 +54,10 @@ class LLMEngine:
 
         Raises:
             ConfigError: the prompt leaves no room for an answer.
+            RuntimeError: the engine is closed.
         """
+        if self._closed:
+            raise RuntimeError("this LLM is closed: make a new one")
         if len(token_ids) >= self.max_model_len:
             raise ConfigError(
                 f"the prompt has {len(token_ids)} tokens, but prompt and answer together may have "
@@ -75,19 +79,13 @@ class LLMEngine:
         step = self._scheduler.schedule()
         if not step.num_tokens:
             return step
-        sampled_seqs = step.sampled
         try:
-            logits = self._runner.run(step)
-            sampled = self._sampler.sample(logits, sampled_seqs) if sampled_seqs else []
+            self._compute(step)
         except BaseException:
-            # Whatever the step had written is lost; those beside it can go on.
+            # How far each sequence came is not known; those that wait or run beside can go on.
             for seq in [*(seq for seq, _ in step.prefills), *step.decodes]:
                 self.abort(seq)
             raise
-        self._scheduler.commit(step)
-        now = time.perf_counter()
-        for seq, result in zip(sampled_seqs, sampled, strict=True):
-            self._advance(seq, result, now)
         return step
 
     def abort(self, seq: Sequence) -> None:
@@ -118,21 +116,24 @@ class LLMEngine:
         return self._scheduler.block_manager.num_free_blocks
 
     def close(self) -> None:
-        """Give back the model and its cache."""
+        """Give back the model and its cache. Once closed, closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         for seq in self._scheduler.sequences:
             self.abort(seq)
         del self._runner
         gc.collect()
-        self._device.release_cached_memory()
+        self.device.release_cached_memory()
 
     def _make_runner(self, directory: Path) -> None:
-        config, model_config, device = self.config, self.model_config, self._device
+        config, model_config, device = self.config, self.model_config, self.device
         dtype = _dtype(config, model_config, device)
         self._not_finite = f"the logits are not finite: activations overflowed {dtype}"
         if dtype == torch.float16:
             self._not_finite += '. Use dtype="bfloat16" or dtype="float32"'
         policy = create_policy(config.sparse_policy)
-        backend = resolve_backend(
+        self.backend = backend = resolve_backend(
             config.attention_backend, device.torch_device, dtype, model_config.head_dim
         )
         rotary = RotaryEmbedding(model_config.hf, model_config.head_dim, device.torch_device)
@@ -180,8 +181,17 @@ class LLMEngine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
         )
-        if device.records_graphs and not config.enforce_eager and backend.name != "torch":
+        if device.records_graphs and not config.enforce_eager:
             self._runner.capture_graphs(config.max_num_seqs)
+
+    def _compute(self, step: Step) -> None:
+        logits = self._runner.run(step)
+        sequences = step.sampled
+        sampled = self._sampler.sample(logits, sequences) if sequences else []
+        self._scheduler.commit(step)
+        now = time.perf_counter()
+        for seq, result in zip(sequences, sampled, strict=True):
+            self._advance(seq, result, now)
 
     def _advance(self, seq: Sequence, sampled: Sampled, now: float) -> None:
         if sampled.token_id is None:

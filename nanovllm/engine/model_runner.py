@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.device import Device
 from nanovllm.engine.scheduler import Step
-from nanovllm.engine.step_inputs import build_step_inputs
+from nanovllm.engine.step_inputs import StepInputs, build_step_inputs
 from nanovllm.kvcache.attention_batch import (
     AttentionBatch,
     DecodeBatch,
@@ -44,8 +44,6 @@ class ModelRunner:
         self._backend = backend
         self._device = device
         self._max_blocks = -(-max_model_len // cache.block_size)
-        # Plain torch cannot follow block tables: it attends to keys gathered by slot.
-        self._gathers = backend.name == "torch"
         self._graphs: dict[int, _DecodeGraph] = {}
 
     @torch.inference_mode()
@@ -58,8 +56,9 @@ class ModelRunner:
         """
         if not step.prefills and (graph := self._graph_for(len(step.decodes))) is not None:
             inputs = self._inputs(step, pad_decodes_to=graph.size)
-            return graph.run(*inputs)[: len(step.decodes)]
-        tokens, tables = self._inputs(step)
+            return graph.run(inputs)[: len(step.decodes)]
+        inputs = self._inputs(step)
+        tokens, tables = inputs.split(self._device.upload(inputs.data, torch.int32))
         batch = AttentionBatch(
             slot_mapping=tokens[2],
             prefills=self._segments(step),
@@ -73,7 +72,7 @@ class ModelRunner:
         smaller = [size for size in _GRAPH_SIZES if size < max_num_seqs]
         for size in [min(max_num_seqs, _GRAPH_SIZES[-1]), *reversed(smaller)]:
             inputs = self._inputs(Step(), pad_decodes_to=size)
-            self._graphs[size] = _DecodeGraph(self, self._device, *inputs)
+            self._graphs[size] = _DecodeGraph(self, self._device, inputs)
         logger.info("recorded decode graphs for up to %d sequences", max(self._graphs))
 
     def decode_logits(self, tokens: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
@@ -106,22 +105,18 @@ class ModelRunner:
         logits: torch.Tensor = self._model.lm_head(hidden)
         return logits
 
-    def _inputs(self, step: Step, pad_decodes_to: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = build_step_inputs(
+    def _inputs(self, step: Step, pad_decodes_to: int = 0) -> StepInputs:
+        return build_step_inputs(
             step,
             self._cache.block_size,
             self._max_blocks,
             self._cache.scrap_block,
             pad_decodes_to,
         )
-        return (
-            self._device.upload(inputs.tokens, torch.int64),
-            self._device.upload(inputs.decode_tables, torch.int32),
-        )
 
     def _segments(self, step: Step) -> list[PrefillSegment]:
         segments, start = [], 0
-        block_size, device = self._cache.block_size, self._device.torch_device
+        block_size = self._cache.block_size
         for seq, num_tokens in step.prefills:
             context_len = seq.num_computed_tokens + num_tokens
             segments.append(
@@ -131,26 +126,26 @@ class ModelRunner:
                     num_history_tokens=seq.num_computed_tokens,
                     context_len=context_len,
                     block_size=block_size,
-                    slots=slot_index(seq.block_table, context_len, block_size, device),
-                    device=device,
+                    slots=slot_index(seq.block_table, context_len, block_size, self._device),
+                    device=self._device,
                 )
             )
             start += num_tokens
         return segments
 
     def _decode_batch(self, step: Step, tables: torch.Tensor) -> DecodeBatch:
-        start = step.num_tokens - len(step.decodes)
-        slots = [
-            slot_index(
-                seq.block_table, seq.num_tokens, self._cache.block_size, self._device.torch_device
-            )
-            for seq in (step.decodes if self._gathers else ())
-        ]
+        slots = None
+        if not self._device.runs_triton:
+            block_size = self._cache.block_size
+            slots = [
+                slot_index(seq.block_table, seq.num_tokens, block_size, self._device)
+                for seq in step.decodes
+            ]
         return DecodeBatch(
-            rows=slice(start, step.num_tokens),
+            rows=slice(step.num_tokens - len(step.decodes), step.num_tokens),
             block_tables=tables[:, 1:],
             context_lens=tables[:, 0],
-            slots=slots if self._gathers else None,
+            slots=slots,
         )
 
     def _sampled_rows(self, step: Step) -> torch.Tensor:
@@ -172,20 +167,19 @@ class _DecodeGraph:
 
     _logits: torch.Tensor
 
-    def __init__(
-        self, runner: ModelRunner, device: Device, tokens: torch.Tensor, tables: torch.Tensor
-    ) -> None:
+    def __init__(self, runner: ModelRunner, device: Device, inputs: StepInputs) -> None:
+        self._device = device
+        self._data = device.upload(inputs.data, torch.int32)
+        tokens, tables = inputs.split(self._data)
         self.size = len(tables)
-        self._tokens, self._tables = tokens, tables
 
         def record() -> None:
             self._logits = runner.decode_logits(tokens, tables)
 
         self._replay = device.capture(record)
 
-    def run(self, tokens: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    def run(self, inputs: StepInputs) -> torch.Tensor:
         """Replay the step on other inputs. The logits are overwritten by the next replay."""
-        self._tokens.copy_(tokens)
-        self._tables.copy_(tables)
+        self._device.upload(inputs.data, torch.int32, out=self._data)
         self._replay()
         return self._logits

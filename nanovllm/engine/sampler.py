@@ -36,21 +36,20 @@ class Sampler:
         """Choose a token for each sequence and wait for the result.
 
         Args:
-            logits: `[num_seqs, vocab_size]`; may be overwritten.
+            logits: `[num_seqs, vocab_size]`, of any floating dtype.
             sequences: their sequences, in order. Each one that samples spends one draw.
         """
-        raw = logits.float()
-        penalised = self._penalise(raw, sequences)
-        token_ids = penalised.argmax(-1)
+        penalised = self._penalise(logits, sequences)
+        peaks, token_ids = penalised.max(-1)
         rows = [i for i, seq in enumerate(sequences) if seq.params.temperature > 0]
         if rows:
             index = self._device.upload(rows, torch.int64)
             drawn = self._draw(penalised[index], [sequences[i] for i in rows])
             token_ids.index_copy_(0, index, drawn)
-        # Sums of finite logits are finite; NaN and infinities survive a sum.
-        finite = raw.sum(-1).isfinite()
+        # A maximum passes NaN on; a logit of -inf only bars its token.
+        finite = peaks.isfinite()
         chosen: list[int] = torch.where(finite, token_ids, -1).tolist()
-        logprobs = self._logprobs(raw, chosen, sequences)
+        logprobs = self._logprobs(logits, chosen, sequences)
         return [
             Sampled(None if token_id < 0 else token_id, logprobs.get(i))
             for i, token_id in enumerate(chosen)
@@ -60,7 +59,7 @@ class Sampler:
         rows = [i for i, seq in enumerate(sequences) if seq.params.repetition_penalty != 1.0]
         if not rows:
             return logits
-        logits = logits.clone()
+        logits = logits.float().clone()
         for i in rows:
             penalty = sequences[i].params.repetition_penalty
             seen = self._device.upload(sorted(set(sequences[i].token_ids)), torch.int64)
@@ -71,8 +70,9 @@ class Sampler:
     def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
         params = [seq.params for seq in sequences]
         temperature = self._column([p.temperature for p in params])
+        logits = logits.double()
         peak = logits.max(-1, keepdim=True).values
-        probs = ((logits - peak).double() / temperature).softmax(-1)
+        probs = ((logits - peak) / temperature).softmax(-1)
         if any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params):
             vocab_size = logits.shape[1]
             probs = _filter(
@@ -94,13 +94,13 @@ class Sampler:
         return self._device.upload(values, torch.float64)[:, None]
 
     def _logprobs(
-        self, raw: torch.Tensor, chosen: list[int], sequences: Seq[Sequence]
+        self, logits: torch.Tensor, chosen: list[int], sequences: Seq[Sequence]
     ) -> dict[int, dict[int, float]]:
         result = {}
         for i, seq in enumerate(sequences):
             if seq.params.logprobs is None or chosen[i] < 0:
                 continue
-            row = raw[i].log_softmax(-1)
+            row = logits[i].float().log_softmax(-1)
             values, ids = row.topk(min(seq.params.logprobs, row.shape[0]))
             best = dict(zip(ids.tolist(), values.tolist(), strict=True))
             result[i] = best | {chosen[i]: row[chosen[i]].item()}
@@ -118,6 +118,8 @@ def _filter(
     # What lies before a token must fall short of the share for the token to be needed.
     before = descending.cumsum(-1) - descending
     needed = before < top_p * descending.sum(-1, keepdim=True) - _TIE
+    # A row that asks for no filter must come out as if it were alone.
+    needed |= top_p >= 1
     # The most likely token always stays, also under a share below the tie.
     descending = torch.where(needed | (rank == 0), descending, 0.0)
     return torch.zeros_like(probs).scatter_(1, order, descending)

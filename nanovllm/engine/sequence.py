@@ -20,7 +20,7 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request's tokens and state. Changed by the scheduler, the block manager and the engine."""
+    """One request's tokens and state, changed by scheduler, block manager and engine."""
 
     seq_id: int
     token_ids: list[int]

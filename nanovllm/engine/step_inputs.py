@@ -1,6 +1,7 @@
 """The arrays that describe a step's tokens, built on the host."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +12,27 @@ from nanovllm.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step's tokens: chunks of prefilling sequences, then one token of each decoding one."""
+    """A step's tokens: chunks of prefilling sequences, then one token of each decoding one.
 
-    tokens: npt.NDArray[np.int64]
-    """`[3, num_tokens]`: token ids, positions, slots of the cache that keys and values go to."""
-    decode_tables: npt.NDArray[np.int32]
-    """`[num_decodes, 1 + max_blocks]`: context length and block table of each decoding sequence."""
+    Both arrays lie in one, `data`, so that one copy takes them to the device.
+    """
+
+    data: npt.NDArray[np.int32]
+    num_tokens: int
+    num_decodes: int
+    max_blocks: int
+    """Width of the block tables."""
+
+    def split(self, data: Any) -> tuple[Any, Any]:
+        """Return views of `data`, which is this object's or a copy of it elsewhere.
+
+        Returns:
+            tokens `[3, num_tokens]`: token ids, positions, slots that keys and values go to;
+            tables `[num_decodes, 1 + max_blocks]`: context length and block table of each
+            decoding sequence.
+        """
+        end = 3 * self.num_tokens
+        return data[:end].reshape(3, -1), data[end:].reshape(self.num_decodes, 1 + self.max_blocks)
 
 
 def build_step_inputs(
@@ -32,24 +48,28 @@ def build_step_inputs(
         pad_decodes_to: decoding rows to fill up to, with tokens that go to the scrap block.
     """
     num_decodes = max(len(step.decodes), pad_decodes_to)
-    num_prefill_tokens = sum(n for _, n in step.prefills)
-    tokens = np.zeros((3, num_prefill_tokens + num_decodes), dtype=np.int64)
+    num_tokens = sum(n for _, n in step.prefills) + num_decodes
+    size = 3 * num_tokens + num_decodes * (1 + max_blocks)
+    data = np.zeros(size, dtype=np.int32)
+    inputs = StepInputs(data, num_tokens, num_decodes, max_blocks)
+    tokens, tables = inputs.split(data)
     start = 0
-    for seq, num_tokens in step.prefills:
-        _fill(tokens[:, start : start + num_tokens], seq, block_size)
-        start += num_tokens
-    # A padding row attends to one token of the scrap block.
-    tokens[2, start:] = scrap_block * block_size
-    tables = np.full((num_decodes, 1 + max_blocks), scrap_block, dtype=np.int32)
-    tables[:, 0] = 1
+    for seq, count in step.prefills:
+        _fill(tokens[:, start : start + count], seq, block_size)
+        start += count
     for row, seq in enumerate(step.decodes):
         _fill(tokens[:, start + row : start + row + 1], seq, block_size)
         tables[row, 0] = seq.num_tokens
         tables[row, 1 : 1 + len(seq.block_table)] = seq.block_table
-    return StepInputs(tokens, tables)
+    # A padding row attends to one token, its own, in the scrap block.
+    padding = start + len(step.decodes)
+    tokens[2, padding:] = scrap_block * block_size
+    tables[len(step.decodes) :, 0] = 1
+    tables[len(step.decodes) :, 1] = scrap_block
+    return inputs
 
 
-def _fill(columns: npt.NDArray[np.int64], seq: Sequence, block_size: int) -> None:
+def _fill(columns: npt.NDArray[np.int32], seq: Sequence, block_size: int) -> None:
     """Describe the sequence's next uncomputed tokens, one a column."""
     first = seq.num_computed_tokens
     stop = first + columns.shape[1]

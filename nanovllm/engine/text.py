@@ -5,7 +5,6 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PretrainedConfig
 
 from nanovllm.errors import ConfigError
@@ -63,20 +62,12 @@ class PromptEncoder:
             ConfigError: the prompt is empty, holds what is no token id, or is text although the
                 model has no tokenizer.
         """
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ConfigError("the prompt is empty: there is nothing to continue")
-            begin = getattr(self._tokenizer, "bos_token", None)
-            return self._encode_text(prompt, special=not (begin and prompt.startswith(begin)))
-        token_ids = list(prompt)
-        if not token_ids:
-            raise ConfigError("the prompt is empty: there is nothing to continue")
-        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            raise ConfigError(
-                f"the prompt holds ids outside the vocabulary of {self._vocab_size}: "
-                f"{min(token_ids)} to {max(token_ids)}"
-            )
-        return token_ids
+        if not isinstance(prompt, str):
+            return self._checked(list(prompt))
+        if not prompt:
+            raise _empty_prompt()
+        begin = getattr(self._tokenizer, "bos_token", None)
+        return self._encode_text(prompt, special=not (begin and prompt.startswith(begin)))
 
     def encode_chat(
         self, messages: Seq[Message], chat_template: str | None, add_generation_prompt: bool
@@ -100,7 +91,7 @@ class PromptEncoder:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # a template is a program: it can raise anything
             raise ConfigError(
                 f"the chat template refuses this conversation: {error}. Change the messages, pass "
                 "chat_template=..., or write the prompt yourself and call generate"
@@ -110,8 +101,25 @@ class PromptEncoder:
     def _encode_text(self, text: str, special: bool) -> list[int]:
         if self._tokenizer is None:
             raise _no_tokenizer()
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        try:
+            token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        except Exception as error:  # text that is no valid Unicode, for one
+            raise ConfigError(f"the tokenizer refuses the prompt's text: {error}") from error
+        return self._checked(token_ids)
+
+    def _checked(self, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise _empty_prompt()
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise ConfigError(
+                f"the prompt holds ids outside the vocabulary of {self._vocab_size}: "
+                f"{min(token_ids)} to {max(token_ids)}"
+            )
         return token_ids
+
+
+def _empty_prompt() -> ConfigError:
+    return ConfigError("the prompt is empty: there is nothing to continue")
 
 
 def _no_tokenizer() -> ConfigError:

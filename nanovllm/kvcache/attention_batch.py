@@ -5,21 +5,24 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.device import Device
+
 # Places of a sequence's tokens in a cache viewed as one row of slots: a slice where the blocks
 # happen to follow each other, so that reading them copies nothing; else int64 indices.
 SlotIndex = slice | torch.Tensor
 
 
-def slot_index(
-    block_ids: Seq[int], num_tokens: int, block_size: int, device: torch.device
-) -> SlotIndex:
-    """Return the slots of the first `num_tokens` tokens that lie in `block_ids`, in order."""
+def slot_index(block_ids: Seq[int], num_tokens: int, block_size: int, device: Device) -> SlotIndex:
+    """Return the slots of the first `num_tokens` tokens that lie in `block_ids`, in order.
+
+    Does not wait for the device.
+    """
     blocks = block_ids[: -(-num_tokens // block_size)]
     first = blocks[0] if blocks else 0
     if all(block == first + i for i, block in enumerate(blocks)):
         return slice(first * block_size, first * block_size + num_tokens)
-    starts = torch.tensor(blocks, dtype=torch.int64, device=device) * block_size
-    offsets = torch.arange(block_size, dtype=torch.int64, device=device)
+    starts = device.upload(blocks, torch.int64) * block_size
+    offsets = torch.arange(block_size, dtype=torch.int64, device=device.torch_device)
     return (starts[:, None] + offsets).flatten()[:num_tokens]
 
 
@@ -38,7 +41,7 @@ class PrefillSegment:
     block_size: int
     slots: SlotIndex
     """Slots of all `context_len` tokens."""
-    device: torch.device
+    device: Device
 
     @property
     def history_blocks(self) -> Seq[int]:
@@ -74,6 +77,6 @@ class AttentionBatch:
     """A step's tokens: first the chunks of prefilling sequences, then the decoding ones."""
 
     slot_mapping: torch.Tensor
-    """int64 `[num_tokens]`: the slot that each token's key and value go to."""
+    """int32 `[num_tokens]`: the slot that each token's key and value go to."""
     prefills: Seq[PrefillSegment]
     decodes: DecodeBatch | None

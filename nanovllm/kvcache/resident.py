@@ -14,11 +14,6 @@ class LayerKV:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def write(self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store `key` and `value`, `[n, num_kv_heads, head_dim]`, at the slots given, int64 `[n]`."""
-        self.keys.flatten(0, 1).index_copy_(0, slot_mapping, key)
-        self.values.flatten(0, 1).index_copy_(0, slot_mapping, value)
-
     def read(self, slots: SlotIndex) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values at `slots`, `[n, num_kv_heads, head_dim]`; views for a slice."""
         keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)

@@ -8,6 +8,7 @@ from nanovllm.kvcache.attention_batch import AttentionBatch
 from nanovllm.kvcache.resident import LayerKV
 from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
 from nanovllm.ops.backends import AttentionBackend
+from nanovllm.ops.elementwise import rotate_and_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +24,23 @@ class AttentionStep:
     sin: torch.Tensor
 
 
-def attend(
-    step: AttentionStep,
-    layer_id: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
+def attend(step: AttentionStep, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
     """Store a step's keys and values in the cache and attend each token to its sequence.
 
     Args:
         step: the step's batch, cache, policy and backend.
         layer_id: which layer of the cache.
-        query: `[num_tokens, num_q_heads, head_dim]`, rotary embedding applied.
-        key, value: `[num_tokens, num_kv_heads, head_dim]`.
+        heads: `[num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]`: queries, keys and values
+            without rotary embedding. Overwritten.
 
     Returns:
-        Like `query`, contiguous. Does not synchronise with the host.
+        `[num_tokens, num_q_heads, head_dim]`, contiguous. Does not synchronise with the host.
     """
     layer_kv = step.cache[layer_id]
     batch, policy = step.batch, step.policy
-    layer_kv.write(batch.slot_mapping, key, value)
+    query = rotate_and_store(
+        heads, layer_kv.keys, layer_kv.values, batch.slot_mapping, step.cos, step.sin
+    )
     scale = query.shape[-1] ** -0.5
     outputs = []
     for segment in batch.prefills:

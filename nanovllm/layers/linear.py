@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from nanovllm.ops.linear import linear
 
 _PACKED_FOR_ROWS = 64  # oneDNN's layout for this many rows served 1 to 4096 well
 
@@ -27,10 +28,10 @@ class Linear(nn.Module):
     def pack(self) -> None:
         """Reorder the weight once as the CPU's matrix kernels read it, where that pays.
 
-        PyTorch otherwise reorders at each call, and computes bfloat16 products of one row 25 times
+        PyTorch otherwise reorders at each call, and computes bfloat16 products of one row 20 times
         slower (docs/experiments.md). The plain weight is given up, unless another layer shares it.
         """
-        if self.weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+        if _can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(
                 self.weight.detach(), _PACKED_FOR_ROWS
             )
@@ -39,8 +40,18 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[n, in_features]` to `[n, out_features]`."""
         if self._packed is None:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._packed, self.bias, "none", [], ""
         )
         return out
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True

@@ -30,7 +30,8 @@ class RotaryEmbedding:
             raise ConfigError("config.json: partial_rotary_factor other than 1 is not supported")
         if rope_type == "default":
             exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            self.inv_freq, self.scale = parameters["rope_theta"] ** -exponents, 1.0
+            # Written as transformers writes it: the last bit is 0.004 rad at position 65,536.
+            self.inv_freq, self.scale = 1.0 / parameters["rope_theta"] ** exponents, 1.0
         else:
             self.inv_freq, self.scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
         # [head_dim / 2]

@@ -53,6 +53,11 @@ def load_model_config(directory: Path) -> ModelConfig:
         hf = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{directory / 'config.json'} is not valid: {error}") from error
+    if quantization := raw.get("quantization_config"):
+        raise ConfigError(
+            f"config.json: quantization_config is not supported: {str(quantization)[:80]}. Use the "
+            "checkpoint that was quantised"
+        )
     if hf.hidden_act != "silu":
         raise ConfigError(f"config.json: hidden_act {hf.hidden_act!r} is not supported, only silu")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -73,17 +78,18 @@ def load_model_config(directory: Path) -> ModelConfig:
         rms_norm_eps=hf.rms_norm_eps,
         tie_word_embeddings=hf.tie_word_embeddings,
         max_position_embeddings=hf.max_position_embeddings,
-        sliding_window=_sliding_window(hf),
+        sliding_window=_sliding_window(architecture, hf),
         dtype=str(hf.dtype or "float32").removeprefix("torch."),
         hf=hf,
     )
 
 
-def _sliding_window(hf: PretrainedConfig) -> int | None:
-    window = getattr(hf, "sliding_window", None)
-    layer_types = getattr(hf, "layer_types", None)
-    slides = layer_types is None or "sliding_attention" in layer_types
-    return int(window) if window and slides else None
+def _sliding_window(architecture: str, hf: PretrainedConfig) -> int | None:
+    """Read the window as transformers' models do: Llama ignores it, Mistral its `layer_types`."""
+    if architecture == "LlamaForCausalLM" or not hf.sliding_window:
+        return None
+    slides = architecture == "MistralForCausalLM" or "sliding_attention" in hf.layer_types
+    return int(hf.sliding_window) if slides else None
 
 
 def _read_config_json(directory: Path) -> dict[str, Any]:

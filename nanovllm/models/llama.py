@@ -9,7 +9,6 @@ from nanovllm.layers.embed_head import Embedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.models.config import ModelConfig
-from nanovllm.ops.elementwise import rotate_
 
 
 class LlamaAttention(nn.Module):
@@ -43,17 +42,13 @@ class LlamaAttention(nn.Module):
         """Map `[num_tokens, hidden_size]` to the same."""
         # [num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        sizes = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
-        query, key, value = heads.split(sizes, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-            rotate_(query, step.cos, step.sin)
-            rotate_(key, step.cos, step.sin)
-        else:  # queries and keys lie side by side: one rotation for both
-            rotate_(heads[:, : self.num_q_heads + self.num_kv_heads], step.cos, step.sin)
-        out = attend(step, self.layer_id, query, key, value)
-        projected: torch.Tensor = self.o_proj(out.flatten(1))
-        return projected
+            query = heads[:, : self.num_q_heads]
+            key = heads[:, self.num_q_heads : -self.num_kv_heads]
+            query.copy_(self.q_norm(query))
+            key.copy_(self.k_norm(key))
+        out: torch.Tensor = self.o_proj(attend(step, self.layer_id, heads).flatten(1))
+        return out
 
 
 class LlamaMLP(nn.Module):

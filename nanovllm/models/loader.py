@@ -21,7 +21,8 @@ from nanovllm.models.registry import model_class
 logger = get_logger(__name__)
 
 _INDEX = "model.safetensors.index.json"
-_SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_model(
@@ -84,7 +85,7 @@ class WeightFiles:
         return set(self._file_of)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read one tensor and check that it has the shape that the config implies."""
+        """Read one tensor of plain numbers, of the shape that the config implies."""
         file = self._file_of[name]
         try:
             tensor: torch.Tensor = self._open(file).get_tensor(name)
@@ -97,26 +98,37 @@ class WeightFiles:
                 f"{self._directory / file}: tensor {name!r} has shape {tuple(tensor.shape)}, "
                 f"but config.json implies {shape}"
             )
+        if tensor.dtype not in _DTYPES:
+            raise ConfigError(
+                f"{self._directory / file}: tensor {name!r} is of {tensor.dtype}: quantised "
+                "checkpoints are not supported"
+            )
         return tensor
 
     def _assign(self) -> dict[str, str]:
         index = self._directory / _INDEX
         if index.is_file():
-            try:
-                weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{index} is not a valid index: {error!r}") from error
+            weight_map = _read_index(index)
             self._refuse_missing(sorted(set(weight_map.values())))
             return weight_map
-        return {name: file for file in self._unindexed() for name in self._open(file).keys()}  # noqa: SIM118
+        file_of: dict[str, str] = {}
+        for file in self._unindexed():
+            for name in self._open(file).keys():  # noqa: SIM118
+                if name in file_of:
+                    raise ConfigError(
+                        f"{self._directory} has no {_INDEX} to say whether {name!r} is that of "
+                        f"{file_of[name]} or {file}"
+                    )
+                file_of[name] = file
+        return file_of
 
     def _unindexed(self) -> list[str]:
         found = sorted(path.name for path in self._directory.glob("*.safetensors"))
         if "model.safetensors" in found:
             return ["model.safetensors"]
-        shards = [match for name in found if (match := _SHARD.fullmatch(name))]
-        if shards:
-            total = shards[0][2]
+        totals = {match[2] for name in found if (match := _SHARD.fullmatch(name))}
+        if len(totals) == 1:
+            (total,) = totals
             expected = [f"model-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
             self._refuse_missing(expected)
             return expected
@@ -162,6 +174,18 @@ class WeightFiles:
         return self._open_files[file]
 
 
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a valid index: {error!r}") from error
+    if not (
+        isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
+    ):
+        raise ConfigError(f"{path} is not a valid index: its weight_map maps no names to files")
+    return weight_map
+
+
 def _checkpoint_name(module_name: str) -> str:
     return module_name if module_name == "lm_head" else f"model.{module_name}"
 
@@ -186,11 +210,9 @@ def _read_weights(model: LlamaForCausalLM, config: ModelConfig, files: WeightFil
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     aliases: dict[str, str] = {}
     if config.tie_word_embeddings:
-        if embed not in files:
+        if head in files and embed not in files:
             aliases[embed] = head
-        if head not in files:
-            aliases[head] = embed
-        elif embed in files and _differ(files, config, embed, head):
+        elif head in files and _differ(files, config, embed, head):
             logger.warning(
                 "config.json ties the output head to the embedding, but the checkpoint holds "
                 "another %s: using it",
@@ -212,7 +234,7 @@ def _read_weights(model: LlamaForCausalLM, config: ModelConfig, files: WeightFil
             shape = (rows, *parameter.shape[1:])
             parameter[start : start + rows] = files.read(aliases.get(name, name), shape)
             start += rows
-    if aliases.get(head) == embed or aliases.get(embed) == head:
+    if aliases:
         model.lm_head.weight = model.embed_tokens.weight
 
 

@@ -60,7 +60,8 @@ def merge_attention_outputs(
 
     Returns:
         Output of `out_a`'s dtype and LSE, computed in fp32; a row with no key in either set is 0.
-        Associative and commutative to rounding (FlashAttention, section 3.1, the softmax rescaling).
+        Associative and commutative to rounding (FlashAttention, section 3.1, the rescaling of the
+        softmax).
     """
     lse = torch.logaddexp(lse_a, lse_b)
     finite = torch.where(lse == float("-inf"), 0.0, lse)

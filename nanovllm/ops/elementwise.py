@@ -3,8 +3,6 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.ops import reference
-
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `x / rms(x) * weight` over the last axis, computed in fp32, in `x`'s dtype.
@@ -40,14 +38,47 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embedding in place and return `x`.
+def rotate_and_store(
+    heads: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Apply rotary embedding to queries and keys, and store keys and values in a paged cache.
 
-    `x`: `[n, num_heads, head_dim]`, pairs `(i, i + head_dim / 2)`; `cos`, `sin`: fp32
-    `[n, head_dim / 2]`. (Su et al., 2021; half-split layout of Hugging Face checkpoints.)
+    Args:
+        heads: `[n, num_q_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values. Overwritten:
+            the queries are rotated in place, the rest is undefined afterwards.
+        key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
+        slot_mapping: `[n]`, where each token goes in a cache seen as one row of slots.
+        cos, sin: fp32 `[n, head_dim / 2]`, for the pairs `(i, i + head_dim / 2)` (Su et al., 2021;
+            the half-split layout of Hugging Face checkpoints).
+
+    Returns:
+        The rotated queries, a view of `heads`.
     """
-    if x.is_cuda:
+    num_kv_heads = key_cache.shape[2]
+    num_q_heads = heads.shape[1] - 2 * num_kv_heads
+    if heads.is_cuda:
         from nanovllm.ops.kernels import elementwise
 
-        return elementwise.rotate_(x, cos, sin)
-    return x.copy_(reference.rotate(x, cos, sin))
+        elementwise.rotate_and_store(heads, key_cache, value_cache, slot_mapping, cos, sin)
+    else:
+        _rotate_(heads[:, :-num_kv_heads], cos, sin)
+        slots = slot_mapping.long()
+        key_cache.flatten(0, 1).index_copy_(0, slots, heads[:, num_q_heads:-num_kv_heads])
+        value_cache.flatten(0, 1).index_copy_(0, slots, heads[:, -num_kv_heads:])
+    return heads[:, :num_q_heads]
+
+
+def _rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate `x`, `[n, num_heads, head_dim]`, in place, with few passes over memory."""
+    rotated = torch.empty(x.shape, dtype=torch.float32)
+    first, second = x.float().chunk(2, dim=-1)
+    out_first, out_second = rotated.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    x.copy_(rotated)

@@ -60,7 +60,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + head_dim/2) of `x`, `[n, heads, head_dim]`, by angles `[n, head_dim/2]`."""
+    """Rotate pairs (i, i + head_dim/2) of `[n, heads, head_dim]` by angles `[n, head_dim/2]`."""
     first, second = x.float().chunk(2, dim=-1)
     c, s = cos[:, None].float(), sin[:, None].float()
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)

@@ -50,6 +50,8 @@ class FlashAttention2(AttentionBackend):
         reasons = gpu_reasons(device, dtype, head_dim, limit=256)
         if not _has_module("flash_attn.flash_attn_interface"):
             reasons.append("flash-attn is not installed: pip install 'nanovllm[flash-attn]'")
+        elif not reasons and compute_capability(device)[0] < 8:
+            reasons.append("needs compute capability 8 or later")
         return reasons
 
     def attend(

@@ -78,44 +78,81 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _rotate_kernel(
-    x_ptr,
+def _rotate_and_store_kernel(
+    heads_ptr,
+    key_ptr,
+    value_ptr,
+    slot_ptr,
     cos_ptr,
     sin_ptr,
     row_stride,
-    num_heads,
-    half,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    cols = tl.arange(0, BLOCK)
-    inside = (heads < num_heads)[:, None] & (cols < half)[None, :]
-    cos = tl.load(cos_ptr + row * half + cols, mask=cols < half, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + row * half + cols, mask=cols < half, other=0.0)[None, :]
-    first_ptr = x_ptr + row * row_stride + heads[:, None] * (2 * half) + cols[None, :]
-    first = tl.load(first_ptr, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(first_ptr + half, mask=inside, other=0.0).to(tl.float32)
-    dtype = x_ptr.dtype.element_ty
-    tl.store(first_ptr, (first * cos - second * sin).to(dtype), mask=inside)
-    tl.store(first_ptr + half, (second * cos + first * sin).to(dtype), mask=inside)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    col = tl.arange(0, COLS)
+    in_row = col < HALF
+    is_query = head < NUM_Q_HEADS
+    is_value = head >= NUM_Q_HEADS + NUM_KV_HEADS
+    is_key = (head >= NUM_Q_HEADS) & (head < NUM_Q_HEADS + NUM_KV_HEADS)
+    exists = head < NUM_Q_HEADS + 2 * NUM_KV_HEADS
+
+    source = heads_ptr + row * row_stride + head[:, None] * (2 * HALF) + col[None, :]
+    inside = exists[:, None] & in_row[None, :]
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + row * HALF + col, mask=in_row, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + row * HALF + col, mask=in_row, other=0.0)[None, :]
+    # Values are stored as they are.
+    cos = tl.where(is_value[:, None], 1.0, cos)
+    sin = tl.where(is_value[:, None], 0.0, sin)
+    dtype = heads_ptr.dtype.element_ty
+    out_first = (first * cos - second * sin).to(dtype)
+    out_second = (second * cos + first * sin).to(dtype)
+
+    to_query = is_query[:, None] & in_row[None, :]
+    tl.store(source, out_first, mask=to_query)
+    tl.store(source + HALF, out_second, mask=to_query)
+    slot = tl.load(slot_ptr + row).to(tl.int64) * (NUM_KV_HEADS * 2 * HALF)
+    to_key = is_key[:, None] & in_row[None, :]
+    target = key_ptr + slot + (head - NUM_Q_HEADS)[:, None] * (2 * HALF) + col[None, :]
+    tl.store(target, out_first, mask=to_key)
+    tl.store(target + HALF, out_second, mask=to_key)
+    to_value = (is_value & exists)[:, None] & in_row[None, :]
+    kv_head = head - NUM_Q_HEADS - NUM_KV_HEADS
+    target = value_ptr + slot + kv_head[:, None] * (2 * HALF) + col[None, :]
+    tl.store(target, out_first, mask=to_value)
+    tl.store(target + HALF, out_second, mask=to_value)
 
 
-def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """See `ops.elementwise.rotate_`; rows of `x` may lie apart, heads and dims are contiguous."""
-    n, num_heads, head_dim = x.shape
-    half = head_dim // 2
-    heads = 8
-    _rotate_kernel[(n, triton.cdiv(num_heads, heads))](
-        x,
+def rotate_and_store(
+    heads: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """See `ops.elementwise.rotate_and_store`; rows of `heads` may lie apart."""
+    n, num_heads, head_dim = heads.shape
+    num_kv_heads = key_cache.shape[2]
+    heads_per_program = 8
+    _rotate_and_store_kernel[(n, triton.cdiv(num_heads, heads_per_program))](
+        heads,
+        key_cache,
+        value_cache,
+        slot_mapping,
         cos,
         sin,
-        x.stride(0),
-        num_heads,
-        half,
-        HEADS=heads,
-        BLOCK=triton.next_power_of_2(half),
+        heads.stride(0),
+        NUM_Q_HEADS=num_heads - 2 * num_kv_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        HEADS=heads_per_program,
+        COLS=triton.next_power_of_2(head_dim // 2),
         num_warps=1,
     )
-    return x

@@ -20,6 +20,7 @@ def _decode_split_kernel(
     lse_ptr,
     scale_log2,
     table_stride,
+    length_stride,
     q_stride,
     token_stride,
     block_stride,
@@ -36,7 +37,7 @@ def _decode_split_kernel(
     seq = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(length_ptr + seq)
+    length = tl.load(length_ptr + seq * length_stride)
     num_tiles = tl.cdiv(length, TILE)
     first_tile = split * num_tiles // NUM_SPLITS
     last_tile = (split + 1) * num_tiles // NUM_SPLITS
@@ -149,6 +150,7 @@ def paged_decode_attention(
         lse,
         softmax_scale * 1.4426950408889634,  # log2(e): the kernel works in powers of two
         block_tables.stride(0),
+        context_lens.stride(0),
         query.stride(0),
         key_cache.stride(1),
         key_cache.stride(0),

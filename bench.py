@@ -195,7 +195,9 @@ def _print_table(
     facts: dict[str, Any],
 ) -> None:
     print(f"{facts['machine']}; {facts['versions']}; {facts['model']}, {facts['dtype']}")
-    print(f"attention: nanovllm {facts['attention']}, transformers {facts['transformers_attention']}")
+    print(
+        f"attention: nanovllm {facts['attention']}, transformers {facts['transformers_attention']}"
+    )
     print(f"{'case':28}{'nanovllm ms':>13}{'transformers ms':>17}{'speed-up':>10}")
     for case, times in medians.items():
         ours, theirs = times["nanovllm"], times["transformers"]
@@ -213,7 +215,9 @@ def _print_table(
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         num_bytes -= 0 if tied else embedding.numel() * embedding.element_size()
         floor = num_bytes / args.bandwidth_gb_s / 1e6
-        print(f"decode step / time to read {num_bytes / 1e9:.1f} GB of weights: {single / floor:.2f}")
+        print(
+            f"decode step / time to read {num_bytes / 1e9:.1f} GB of weights: {single / floor:.2f}"
+        )
 
 
 def _load_transformers(
@@ -248,7 +252,7 @@ def _facts(args: argparse.Namespace, ours: Ours, theirs: Transformers) -> dict[s
         "versions": packages,
         "model": args.model,
         "dtype": args.dtype,
-        "attention": ours.llm.engine.backend.name,
+        "attention": ours.llm.engine.backend_name,
         "transformers_attention": theirs.attention,
         "decode_context": args.decode_context,
     }
@@ -262,7 +266,9 @@ def _write(path: Path | None, record: dict[str, Any]) -> None:
 
 def _parse_args() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", default="demo", help="demo, llama-3.1-8b or a directory")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
@@ -272,7 +278,9 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--decode-tokens", type=int, default=64 if on_gpu else 32)
     parser.add_argument("--batch", type=int, default=32 if on_gpu else 8)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--bandwidth-gb-s", type=float, help="of the memory, for the floor of a step")
+    parser.add_argument(
+        "--bandwidth-gb-s", type=float, help="of the memory, for the floor of a step"
+    )
     parser.add_argument("--json", type=Path, help="file to append JSON lines to")
     return parser.parse_args()
 

@@ -8,23 +8,17 @@ from random import Random
 import torch
 
 from nanovllm.config import Config
-from nanovllm.device import Device, create_device
+from nanovllm.device import create_device
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.memory_plan import plan_kv_cache
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.loading import load_runner
 from nanovllm.engine.sampler import Sampled, Sampler
 from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.text import PromptEncoder, end_token_ids, load_tokenizer
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.resident import ResidentKVCache
-from nanovllm.kvcache.sparse.registry import create_policy
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.log import get_logger
-from nanovllm.models.config import ModelConfig, load_model_config
-from nanovllm.models.loader import load_model
-from nanovllm.ops.backends import resolve_backend
+from nanovllm.models.config import load_model_config
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
@@ -45,7 +39,17 @@ class LLMEngine:
         self._sampler = Sampler(self.device)
         self._next_id = 0
         self._closed = False
-        self._make_runner(directory)
+        loaded = load_runner(config, directory, self.model_config, self.device)
+        self._runner = loaded.runner
+        self.max_model_len, self._length_reason = loaded.max_model_len, loaded.length_reason
+        self.dtype, self.backend_name = loaded.dtype, loaded.backend_name
+        self._scheduler = Scheduler(
+            BlockManager(
+                loaded.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+            ),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+        )
 
     def add_request(
         self, token_ids: list[int], params: SamplingParams, streaming: bool = False
@@ -126,64 +130,6 @@ class LLMEngine:
         gc.collect()
         self.device.release_cached_memory()
 
-    def _make_runner(self, directory: Path) -> None:
-        config, model_config, device = self.config, self.model_config, self.device
-        dtype = _dtype(config, model_config, device)
-        self._not_finite = f"the logits are not finite: activations overflowed {dtype}"
-        if dtype == torch.float16:
-            self._not_finite += '. Use dtype="bfloat16" or dtype="float32"'
-        policy = create_policy(config.sparse_policy)
-        self.backend = backend = resolve_backend(
-            config.attention_backend, device.torch_device, dtype, model_config.head_dim
-        )
-        rotary = RotaryEmbedding(model_config.hf, model_config.head_dim, device.torch_device)
-        self.max_model_len, self._length_reason = _max_model_len(config, model_config)
-        dummy_seed = config.seed if config.load_format == "dummy" else None
-        model = load_model(directory, model_config, dtype, device.torch_device, dummy_seed)
-        shape = (model_config.num_kv_heads, model_config.head_dim, dtype)
-        block_size = config.kvcache_block_size
-
-        def make_runner(num_blocks: int) -> ModelRunner:
-            cache = ResidentKVCache(
-                model_config.num_layers, num_blocks, block_size, *shape, device.torch_device
-            )
-            return ModelRunner(model, rotary, cache, policy, backend, device, self.max_model_len)
-
-        def run_largest_step() -> None:
-            num_tokens = min(config.max_num_batched_tokens, self.max_model_len)
-            num_blocks = -(-num_tokens // block_size)
-            params = SamplingParams(top_p=0.5, repetition_penalty=1.1)
-            seq = Sequence(0, [0] * num_tokens, params, None, Random(0), 0.0)
-            seq.block_table = list(range(num_blocks))
-            logits = make_runner(num_blocks).run(Step(prefills=[(seq, num_tokens)]))
-            many = min(config.max_num_seqs, config.max_num_batched_tokens)
-            self._sampler.sample(logits.expand(many, -1).clone(), [seq] * many)
-
-        block_bytes = ResidentKVCache.block_bytes(model_config.num_layers, block_size, *shape)
-        activation_bytes = device.peak_memory_bytes(run_largest_step)
-        num_blocks = plan_kv_cache(
-            config, device, block_bytes, self.max_model_len, activation_bytes
-        )
-        if num_blocks * block_size < self.max_model_len:
-            logger.warning(
-                "max_model_len %d is bounded to the %d tokens that the KV cache holds",
-                self.max_model_len,
-                num_blocks * block_size,
-            )
-            self.max_model_len = num_blocks * block_size
-            self._length_reason = (
-                f"the KV cache has {num_blocks} blocks of {block_size} tokens; free memory, or "
-                "raise num_kvcache_blocks"
-            )
-        self._runner = make_runner(num_blocks)
-        self._scheduler = Scheduler(
-            BlockManager(num_blocks, block_size, config.enable_prefix_caching),
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-        )
-        if device.records_graphs and not config.enforce_eager:
-            self._runner.capture_graphs(config.max_num_seqs)
-
     def _compute(self, step: Step) -> None:
         logits = self._runner.run(step)
         sequences = step.sampled
@@ -195,7 +141,7 @@ class LLMEngine:
 
     def _advance(self, seq: Sequence, sampled: Sampled, now: float) -> None:
         if sampled.token_id is None:
-            self._fail(seq, self._not_finite)
+            self._fail(seq, _not_finite(self.dtype))
             return
         seq.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None:
@@ -244,41 +190,14 @@ class LLMEngine:
         self._scheduler.finish(seq, reason)
 
 
+def _not_finite(dtype: torch.dtype) -> str:
+    remedy = '. Use dtype="bfloat16" or dtype="float32"' if dtype == torch.float16 else ""
+    return f"the logits are not finite: activations overflowed {dtype}{remedy}"
+
+
 def _model_directory(model: str) -> Path:
     if model != "demo":
         return Path(model).expanduser()
     from nanovllm.tools.demo_model import demo_model_path
 
     return demo_model_path()
-
-
-def _dtype(config: Config, model_config: ModelConfig, device: Device) -> torch.dtype:
-    if config.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        return dtype
-    checkpoint = getattr(torch, model_config.dtype, None)
-    if checkpoint not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(
-            f"config.json: dtype {model_config.dtype!r} is not supported; pass dtype=..."
-        )
-    return device.default_dtype or checkpoint
-
-
-def _max_model_len(config: Config, model_config: ModelConfig) -> tuple[int, str]:
-    """Return the most tokens of a sequence, as far as the model decides, and what decided."""
-    positions, window = model_config.max_position_embeddings, model_config.sliding_window
-    wanted = config.max_model_len
-    if window is not None and wanted is not None and wanted > window:
-        raise ConfigError(
-            f"max_model_len={wanted} exceeds the model's sliding_window of {window}, and attention "
-            "within a window is not supported beyond it"
-        )
-    if wanted is None:
-        return min(positions, window or positions), "the model's config.json allows no more"
-    if wanted > positions:
-        logger.warning(
-            "max_model_len %d exceeds the %d positions that the model was made for",
-            wanted,
-            positions,
-        )
-    return wanted, "raise max_model_len"

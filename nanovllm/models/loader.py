@@ -42,7 +42,7 @@ def load_model(
         dummy_seed: draw random weights from this seed instead of reading any.
 
     Raises:
-        ConfigError: a file or tensor is missing, damaged or of the wrong shape; the message names it.
+        ConfigError: a file or tensor is missing, damaged or of the wrong shape; with its name.
     """
     with torch.device("meta"):
         model = model_class(config.architecture)(config)
@@ -191,7 +191,7 @@ def _checkpoint_name(module_name: str) -> str:
 
 
 def _sources(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[tuple[str, int]]]]:
-    """Yield each parameter with the tensors that are its rows: name in the checkpoint, row count."""
+    """Yield each parameter with the tensors that are its rows: checkpoint name and row count."""
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, Linear):

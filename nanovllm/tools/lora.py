@@ -134,7 +134,7 @@ class _LoraConfig:
         )
 
     def replaces(self, parameter: str) -> bool:
-        """Whether `parameter` lies in one of `modules_to_save`: PEFT matches ends of their names."""
+        """Whether `parameter` lies in one of `modules_to_save`; PEFT matches ends of names."""
         modules = accumulate(parameter.split(".")[:-1], "{}.{}".format)
         return any(module.endswith(tuple(self.modules_to_save)) for module in modules)
 

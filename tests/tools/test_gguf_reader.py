@@ -44,7 +44,7 @@ def test_quantised_round_trip(path, write_gguf):
         torch.testing.assert_close(tensor, written[name], rtol=0, atol=0.57 * step)
 
 
-@pytest.mark.parametrize("name, right, wrong", [(Q_PROJ, 4, 2), (K_PROJ, 2, 4)])
+@pytest.mark.parametrize(("name", "right", "wrong"), [(Q_PROJ, 4, 2), (K_PROJ, 2, 4)])
 def test_wrong_head_count_scrambles_rows(path, write_gguf, name, right, wrong):
     written = write_gguf(path)
     stored = "blk.1.attn_q.weight" if name == Q_PROJ else "blk.1.attn_k.weight"

@@ -127,7 +127,7 @@ def test_tied_head_stays_tied(tmp_path):
 
 
 def test_scale_is_not_confused(tmp_path):
-    """Control: the two scales, alpha / r and alpha / sqrt(r), give deltas that differ by sqrt(r)."""
+    """Control: the scales alpha / r and alpha / sqrt(r) give deltas that differ by sqrt(r)."""
     base = tiny_llama().state_dict()
     save_adapter(tmp_path, target_modules=QKVO)
     plain = merge_adapter(base, tmp_path)[Q_PROJ] - base[Q_PROJ]
@@ -167,7 +167,7 @@ PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
-    "added, removed, named",
+    ("added", "removed", "named"),
     [
         ({f"{PREFIX}.lora_magnitude_vector": (32,)}, [], "lora_magnitude_vector"),
         ({f"{PREFIX}.lora_B.bias": (32,)}, [], r"q_proj\.lora_B\.bias"),

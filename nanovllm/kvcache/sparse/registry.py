@@ -31,7 +31,14 @@ def parse_policy_type(value: object) -> SparsePolicyType:
 
 
 def create_policy(policy_type: SparsePolicyType) -> "SparsePolicy":
-    """Import and make the policy that `policy_type` names."""
+    """Import and make the policy that `policy_type` names.
+
+    Raises:
+        ConfigError: the policy lacks a phase; the message says which.
+    """
     module, _, class_name = policy_type.value.partition(":")
     policy: SparsePolicy = getattr(import_module(module), class_name)()
+    for phase in ("prefill", "decode"):
+        if not getattr(policy, f"supports_{phase}"):
+            raise ConfigError(f"sparse_policy={policy_type.name} has no {phase} phase")
     return policy

@@ -12,8 +12,8 @@ __all__ = ["AttentionBackend", "resolve_backend"]
 
 logger = get_logger(__name__)
 
-# Fastest first, as measured on an H200; `auto` takes the first without a reason against it. A module is imported when its
-# row is asked, so that a missing package costs nothing until then.
+# Fastest first, as measured on an H200; `auto` takes the first without a reason against it. A
+# module is imported when its row is asked, so that a missing package costs nothing until then.
 _TABLE: dict[str, str] = {
     "fa4": "nanovllm.ops.backends.flash_attn:FlashAttention4",
     "cudnn": "nanovllm.ops.backends.aten:CudnnAttention",

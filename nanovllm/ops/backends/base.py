@@ -10,7 +10,7 @@ class AttentionBackend(ABC):
 
     name: str
     masks_bottom_right: bool
-    """Whether `causal` works for fewer queries than keys, with the last rows and columns aligned."""
+    """Whether `causal` works for fewer queries than keys, aligning the last rows and columns."""
 
     @abstractmethod
     def reasons_against(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:

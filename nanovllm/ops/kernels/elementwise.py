@@ -14,7 +14,7 @@ def _rms_norm_kernel(
     inside = cols < n
     x = tl.load(x_ptr + row * n + cols, mask=inside, other=0.0)
     if ADD:
-        # Rounded as the residual stream is stored, so that the norm sees what the next layer adds to.
+        # Rounded as the residual stream is stored: the norm sees what the next layer adds to.
         x = (x.to(tl.float32) + tl.load(residual_ptr + row * n + cols, mask=inside, other=0.0)).to(
             x.dtype
         )

@@ -1,0 +1,155 @@
+"""Needle in a haystack, as a test and as a command line.
+
+    python tests/test_needle.py                                  # demo model, 4096 tokens
+    python tests/test_needle.py --model DIR --input-len 32768 --needle-position 0.25
+
+Exit status: 0 the needle was found, 1 it was not, 2 the call was wrong.
+"""
+
+import argparse
+import sys
+
+import pytest
+
+from nanovllm import LLM, ConfigError
+from nanovllm.eval.haystack import sentences
+from nanovllm.eval.needle import DEFAULT_VALUE, build_task, describe, run_task
+
+NOT_YET = (
+    "enable_offload",
+    "num_gpu_blocks",
+    "enable_xattn_bsa",
+    "enable_quest",
+    "sparse_threshold",
+)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with LLM("demo", max_model_len=2048) as llm:
+        yield llm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", [0.0, 0.37, 1.0])
+def test_demo_model_finds_the_needle(demo, position):
+    result = run_task(demo, build_task(demo.tokenizer, 1024, position, "5318008"))
+    assert result.num_prompt_tokens == 1024
+    assert result.passed, result.answer
+
+
+@pytest.mark.slow
+def test_without_the_needle_there_is_nothing_to_find(demo):
+    """Control: the value comes from the text, not from the question or the model."""
+    task = build_task(demo.tokenizer, 1024, 0.37, "5318008")
+    needle = demo.tokenizer.encode("The magic number of the lighthouse is 5318008. ")
+    start = next(i for i in range(1024) if task.token_ids[i : i + len(needle)] == needle)
+    del task.token_ids[start : start + len(needle)]
+    assert not run_task(demo, task).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("input_len", [100, 257, 4096])
+@pytest.mark.parametrize("position", [0.0, 0.5, 0.999, 1.0])
+def test_task_has_the_length_and_place_asked_for(demo, input_len, position):
+    task = build_task(demo.tokenizer, input_len, position, seed=3)
+    text = demo.tokenizer.decode(task.token_ids)
+    assert len(task.token_ids) == input_len
+    assert text.count(DEFAULT_VALUE) == 1
+    body = text[text.index("\n\n") : text.rindex("\n\n")]
+    assert body.index(task.needle) / len(body) == pytest.approx(
+        position, abs=120 / len(body) + 0.01
+    )
+
+
+@pytest.mark.parametrize(("input_len", "position"), [(20, 0.5), (1024, 1.5), (1024, -0.1)])
+def test_impossible_tasks_are_refused(input_len, position):
+    class Bytes:
+        chat_template = None
+        bos_token = None
+
+        def encode(self, text, add_special_tokens):
+            return list(text.encode())
+
+    with pytest.raises(ConfigError, match=r"input_len|position"):
+        build_task(Bytes(), input_len, position)
+
+
+def test_haystack_is_seeded_and_has_no_digits():
+    def first(seed):
+        stream = sentences(seed)
+        return "".join(next(stream) for _ in range(200))
+
+    assert first(1) == first(1) != first(2)
+    assert not any(c.isdigit() for c in first(1))
+
+
+def test_command_line_refuses_what_is_not_built(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--enable-offload"])
+    assert exit_.value.code == 2
+    assert "--enable-offload is not built yet" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_command_line_tells_by_its_exit_status(capsys):
+    assert main(["--input-len", "512", "--max-model-len", "1024", "--needle-value", "8675309"]) == 0
+    assert "PASS" in capsys.readouterr().out
+    assert main(["--input-len", "512", "--max-model-len", "1024", "--max-new-tokens", "1"]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    for name in NOT_YET:
+        if getattr(args, name):
+            parser.error(f"--{name.replace('_', '-')} is not built yet")
+    max_model_len = args.max_model_len or args.input_len + args.max_new_tokens
+    try:
+        with LLM(
+            args.model,
+            max_model_len=max_model_len,
+            kvcache_block_size=args.block_size,
+            gpu_memory_utilization=args.gpu_utilization,
+            dtype=args.dtype,
+            device=args.device,
+            enforce_eager=args.enforce_eager,
+        ) as llm:
+            task = build_task(
+                llm.tokenizer, args.input_len, args.needle_position, args.needle_value, args.seed
+            )
+            result = run_task(llm, task, args.max_new_tokens)
+    except ConfigError as error:
+        parser.error(str(error))
+    print(describe(result))
+    return 0 if result.passed else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="demo", help="Hugging Face directory, or demo")
+    add("--input-len", type=int, default=4096, help="tokens of the prompt")
+    add("--needle-position", type=float, default=0.5, help="share of the text before it, 0 to 1")
+    add("--needle-value", default=DEFAULT_VALUE, help="what is to be found")
+    add("--max-model-len", type=int, help="tokens of prompt and answer; default: what they need")
+    add("--max-new-tokens", type=int, default=32, help="most tokens of the answer")
+    add("--block-size", type=int, default=256, help="tokens in a KV block")
+    add("--gpu-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
+    add("--dtype", default="auto")
+    add("--device", default="auto")
+    add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--seed", type=int, default=0, help="chooses the text around the needle")
+    add("--enable-offload", action="store_true", help="not built yet")
+    add("--num-gpu-blocks", type=int, help="not built yet")
+    add("--enable-xattn-bsa", action="store_true", help="not built yet")
+    add("--enable-quest", action="store_true", help="not built yet")
+    add("--sparse-threshold", type=float, help="not built yet")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,6 +22,8 @@ from nanovllm.sampling_params import SamplingParams
 logger = get_logger(__name__)
 
 SamplingParamsArg = SamplingParams | Sequence[SamplingParams] | None
+# A prompt on its way: its request, or the result of one that was refused.
+Entry = Request | RequestOutput
 
 
 class LLM:
@@ -107,8 +109,10 @@ class LLM:
         """
         encode = self.engine.encoder.encode
         items = [(encode, (prompt,)) for prompt in as_prompts(prompts)]
-        entries = self._submit(items, _params_list(sampling_params, len(items)), streaming=True)
+        params = _params_list(sampling_params, len(items))
+        entries: list[Entry] = []
         try:
+            self._submit(entries, items, params, streaming=True)
             num_sent = [0] * len(entries)
             open_indices = list(range(len(entries)))
             while open_indices:
@@ -146,9 +150,11 @@ class LLM:
         sampling_params: SamplingParamsArg,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        entries = self._submit(items, _params_list(sampling_params, len(items)))
+        params = _params_list(sampling_params, len(items))
+        entries: list[Entry] = []
         throughput = Throughput()
         try:
+            self._submit(entries, items, params)
             with tqdm(total=len(entries), desc="Generating", disable=not use_tqdm) as bar:
                 num_done = 0
                 while (num_open := sum(map(_is_open, entries))) > 0:
@@ -164,27 +170,22 @@ class LLM:
 
     def _submit(
         self,
+        entries: list[Entry],
         items: list[tuple[Callable[..., list[int]], tuple[Any, ...]]],
         params: Sequence[SamplingParams],
         streaming: bool = False,
-    ) -> list[Request | RequestOutput]:
-        """Queue each prompt; one that is refused becomes its result at once."""
-        entries: list[Request | RequestOutput] = []
-        try:
-            for index, ((encode, arguments), p) in enumerate(zip(items, params, strict=True)):
-                token_ids: list[int] = []
-                try:
-                    token_ids = encode(*arguments)
-                    entries.append(self.engine.add_request(token_ids, p, streaming))
-                except ConfigError as error:
-                    logger.warning("prompt %d refused: %s", index, error)
-                    entries.append(_refused(len(token_ids), str(error)))
-        except BaseException:
-            self._abort(entries)
-            raise
-        return entries
+    ) -> None:
+        """Queue each prompt and add it to `entries`; one that is refused is its result at once."""
+        for index, ((encode, arguments), p) in enumerate(zip(items, params, strict=True)):
+            token_ids: list[int] = []
+            try:
+                token_ids = encode(*arguments)
+                entries.append(self.engine.add_request(token_ids, p, streaming))
+            except ConfigError as error:
+                logger.warning("prompt %d refused: %s", index, error)
+                entries.append(_refused(len(token_ids), str(error)))
 
-    def _abort(self, entries: list[Request | RequestOutput]) -> None:
+    def _abort(self, entries: list[Entry]) -> None:
         for entry in entries:
             if isinstance(entry, Request):
                 self.engine.abort(entry)
@@ -204,7 +205,7 @@ def _params_list(params: SamplingParamsArg, num_prompts: int) -> Sequence[Sampli
     return params
 
 
-def _is_open(entry: Request | RequestOutput) -> bool:
+def _is_open(entry: Entry) -> bool:
     return isinstance(entry, Request) and entry.status is not Status.FINISHED
 
 
@@ -224,7 +225,7 @@ def _refused(num_prompt_tokens: int, message: str) -> RequestOutput:
     )
 
 
-def _next_piece(index: int, entry: Request | RequestOutput, num_sent: int) -> StreamOutput | None:
+def _next_piece(index: int, entry: Entry, num_sent: int) -> StreamOutput | None:
     """Return what is new of a streamed request, or None if nothing is."""
     if not isinstance(entry, Request):
         return StreamOutput(index=index, text="", token_ids=[], output=entry)

@@ -40,7 +40,8 @@ class SamplingParams:
     """Token ids that end the request, as an end-of-sequence token does, and whatever
     `ignore_eos`."""
     seed: int | None = None
-    """Fixes this request's draws, whatever runs beside it. None draws from the engine's seed."""
+    """Fixes this request's draws, whatever runs beside it. None takes one
+    from the engine's seed and the request's number."""
     logprobs: int | None = None
     """Log-probabilities to return a token: this many best, and always the chosen one; >= 0."""
 

@@ -263,7 +263,9 @@ def counter_reaches(number):
     [(ModelRunner, "run", 0), (ModelRunner, "run", 3), (Sampler, "sample", 3)],
 )
 @pytest.mark.parametrize("method", ["generate", "stream"])
-def test_failed_step_leaves_nothing(llm, monkeypatch, method, owner, name, calls, error):
+def test_failed_step_leaves_nothing(open_llm, monkeypatch, method, owner, name, calls, error):
+    """Neither the requests of the step nor the one that waits for its turn."""
+    llm = open_llm(max_num_seqs=2)
     prompts = [list(range(40)), [50], [100]]
     with monkeypatch.context() as patch:
         fail_at(patch, owner, name, error, counter_reaches(calls))

@@ -26,7 +26,11 @@ logger = get_logger(__name__)
 
 
 class LLMEngine:
-    """A loaded model and the requests that it serves. `LLM` is the interface to it."""
+    """A loaded model and the requests that it serves. `LLM` is the interface to it.
+
+    Raises:
+        ConfigError, CapacityError, BackendUnavailableError: see `loading.load_runner`.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -79,7 +83,11 @@ class LLMEngine:
         return seq
 
     def step(self) -> Step:
-        """Compute one step: bring chosen sequences on, and end those that are done."""
+        """Compute one step: bring chosen sequences on, and end those that are done.
+
+        Waits for the device where tokens are sampled. If computing fails, the sequences of the
+        step are aborted and the error is passed on.
+        """
         step = self._scheduler.schedule()
         if not step.num_tokens:
             return step

@@ -84,11 +84,10 @@ class Sampler:
                 self._column([p.min_p for p in params]),
             )
         cumulative = probs.cumsum(-1)
-        total = cumulative[:, -1:]
-        draws = self._column([seq.random.random() for seq in sequences]) * total
+        # At most 1 - 2**-53 of the total, so below it, rounded too.
+        draws = self._column([seq.random.random() for seq in sequences]) * cumulative[:, -1:]
         # The first token whose cumulative probability exceeds the draw; it has some itself.
-        below = torch.minimum(draws, torch.nextafter(total, torch.zeros_like(total)))
-        return torch.searchsorted(cumulative, below, right=True).squeeze(-1)
+        return torch.searchsorted(cumulative, draws, right=True).squeeze(-1)
 
     def _column(self, values: list[float] | list[int]) -> torch.Tensor:
         return self._device.upload(values, torch.float64)[:, None]

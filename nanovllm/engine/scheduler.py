@@ -10,7 +10,7 @@ from nanovllm.outputs import FinishReason
 
 @dataclass(slots=True)
 class Step:
-    """The work of one step."""
+    """The work of one step. Its tokens are computed in this order: prefills, then decodes."""
 
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     """Sequences that compute a chunk of their tokens, and its length."""

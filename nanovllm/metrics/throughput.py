@@ -6,7 +6,7 @@ import time
 class Throughput:
     """Rates of the steps since the object was made.
 
-    A step's time counts for the phase that has most of its tokens.
+    A step counts, with all its tokens and its time, for the phase that has most of its tokens.
     """
 
     def __init__(self) -> None:

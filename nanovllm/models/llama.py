@@ -5,7 +5,7 @@ from torch import nn
 
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import AttentionStep, attend
-from nanovllm.layers.embed_head import Embedding
+from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.models.config import ModelConfig

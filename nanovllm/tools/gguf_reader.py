@@ -41,8 +41,8 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 # Splits that are the GPT-2 regex, which `tokenizers` has built in. llama.cpp's "smollm" also
-# isolates digits; transformers' GGUF loading does not, and we give the same tokens as it. They differ only
-# where two or more white-space characters stand before a digit.
+# isolates digits; transformers' GGUF loading does not, and we give the same tokens as it. They
+# differ only where two or more white-space characters stand before a digit.
 _GPT2_SPLITS = ("gpt-2", "smollm")
 _CONTROL, _USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`
 

@@ -346,6 +346,21 @@ def test_every_request_is_served() -> None:
     assert sum(preemptions) > 50
 
 
+def test_a_preempted_request_goes_before_those_that_wait() -> None:
+    scheduler = Scheduler(BlockManager(4, BLOCK_SIZE, True), 8, 100)
+    old, new, waiting = (make_sequence([i] * n, i) for i, n in enumerate((3, 3, 1)))
+    for seq in (old, new, waiting):
+        scheduler.add(seq)
+    memory = Memory()
+    for _ in range(2):
+        assert run_step(scheduler, memory, 100) == [old, new]
+        old.token_ids.append(9)
+        new.token_ids.append(9)
+    # The fifth token needs a third block. One is left then, but who waits may not overtake.
+    assert run_step(scheduler, memory, 100) == [old]
+    assert (scheduler.num_preemptions, scheduler.sequences) == (1, [old, new, waiting])
+
+
 # What is cached, and for how long.
 
 

@@ -1,7 +1,7 @@
 """Text equals the whole decode, however it grows, and ends before the earliest stop string."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigged_models import (
     byte_level_tokenizer,
@@ -62,6 +62,7 @@ def tokens_for(name):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_growing_equals_the_whole_decode(name, data):
     token_ids = data.draw(tokens_for(name))
@@ -73,6 +74,7 @@ def test_growing_equals_the_whole_decode(name, data):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_stop_string_ends_the_text_before_the_earliest_match(name, data):
     """The text is the whole decode up to the earliest match in it, or all of it."""

@@ -133,6 +133,26 @@ def test_draw_inverts_the_cumulative_distribution(draw, token):
     assert result.token_id == token + 1
 
 
+@pytest.mark.parametrize("num_tokens", range(2, 40))
+def test_greatest_draw_of_any_total(num_tokens):
+    """Whatever a sum rounds to, the greatest draw falls to the last token that is left."""
+    logits = torch.randn(1, num_tokens, generator=torch.Generator().manual_seed(num_tokens))
+    for top_k in range(1, num_tokens + 1):
+        kept = logits[0].topk(top_k).indices
+        (result,) = sample(logits, SamplingParams(top_k=top_k), draws=[1 - 2**-53])
+        assert result.token_id == kept.max()
+
+
+def test_share_is_reached_to_rounding():
+    """With n tokens alike a top_p of k / n keeps k, though sums of 1 / n miss k / n."""
+    assert sum([0.1] * 8) < 0.8, "control: such sums do fall short"
+    for n in range(2, 30):
+        for k in range(1, n):
+            params = SamplingParams(top_p=k / n)
+            (result,) = sample(torch.zeros(1, n), params, draws=[1 - 2**-53])
+            assert result.token_id == k - 1
+
+
 @pytest.mark.parametrize(
     ("logits", "seen", "penalty", "expected"),
     [

@@ -131,6 +131,8 @@ def test_preempted_requests_lose_nothing(tiny: Tiny) -> None:
     with open_llm(directory, kvcache_block_size=128, num_kvcache_blocks=6) as llm:
         for output, prompt in zip(run_preempted(llm), PREEMPTED, strict=True):
             assert_same_greedy(output.token_ids, directory, prompt)
+            # What a preempted request finds of its own is no hit.
+            assert output.num_cached_tokens == 0
         outputs = run_preempted(llm, **sampled)
     with open_llm(directory, max_num_seqs=1, enable_prefix_caching=False) as llm:
         single = generate(llm, PREEMPTED, 180, **sampled)

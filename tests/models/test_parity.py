@@ -120,6 +120,7 @@ def test_preemption(tiny: Tiny, architecture: str) -> None:
     with open_llm(directory, kvcache_block_size=16, num_kvcache_blocks=13) as llm:
         outputs = generate(llm, prompts, 50, logprobs=VOCAB_SIZE)
         assert llm.engine.num_preemptions > 0
+    assert all(output.num_cached_tokens == 0 for output in outputs)
     assert_parity(outputs, directory, prompts)
 
 

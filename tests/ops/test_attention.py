@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import assert_close, assert_lse_close, relative_rms
 
@@ -163,6 +163,7 @@ def attend_to(qkv, keys):
     return out.float(), lse.float()
 
 
+@settings(deadline=None)
 @given(parts=st.lists(st.integers(0, 2), min_size=1, max_size=24))
 def test_any_split_of_the_keys_merges_to_the_whole(parts):
     """Key i goes to set parts[i]; sets may be empty, in any order of merging."""
@@ -226,8 +227,9 @@ class PagedBatch:
         self.keys = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
         self.values = self.keys.clone()
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        # Past the context the table names blocks that do not exist.
-        tables = torch.full((len(lengths), max(num_blocks) + 1), 1 << 30, dtype=torch.int32)
+        # Past the context the table names a block that is all poison.
+        shape = (len(lengths), max(num_blocks) + 1)
+        tables = torch.full(shape, blocks.pop(), dtype=torch.int32)
         self.query = randn(len(lengths), heads, dim, dtype=dtype, seed=1)
         self.scale = dim**-0.5
         self.gathered, truths = [], []
@@ -251,7 +253,7 @@ class PagedBatch:
         )
 
 
-ODD_LENGTHS = [1, 15, 16, 17, 63, 64, 65, 130, 257]
+ODD_LENGTHS = [1, 16, 17, 64, 130, 257]
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -296,9 +298,8 @@ def test_poison_is_seen(length):
 
 def test_reference_of_paged_decode():
     batch = PagedBatch([70, 5], 16)
-    tables = batch.tables.clamp(max=len(batch.keys) - 1)
     out = reference.paged_decode_attention(
-        batch.query, batch.keys, batch.values, tables, batch.lengths, batch.scale
+        batch.query, batch.keys, batch.values, batch.tables, batch.lengths, batch.scale
     )
     assert_close(out, batch.truth)
 

@@ -32,8 +32,9 @@ class PolicyContext:
 class SparsePolicy(ABC):
     """Decides which KV blocks, and within them which attention, a step computes.
 
-    A subclass says which phases it serves and selects blocks; loading, attending and merging are
-    written here once. Policies hold no tensors of a sequence between calls unless they free them.
+    A subclass says which phases it serves. For prefill it selects blocks; reading and attending
+    to them is written here once. For decode it overrides `compute_decode`. A policy holds no
+    tensors of a sequence between calls.
     """
 
     supports_prefill: bool

@@ -1,4 +1,4 @@
-"""Token embedding, and the output head that may share its weights."""
+"""Token embedding. The output head is a `Linear` that may share its weight."""
 
 import torch
 import torch.nn.functional as F

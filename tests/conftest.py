@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -16,6 +17,10 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# An example may be slow on a busy machine; whether it is right does not depend on that.
+settings.register_profile("nanovllm", deadline=None)
+settings.load_profile("nanovllm")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

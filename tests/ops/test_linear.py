@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from op_inputs import DEVICE, randn
 from tolerances import assert_close
 
 from nanovllm.layers.linear import Linear
@@ -10,19 +11,14 @@ from nanovllm.ops.kernels.gemv import gemv, gemv_pays
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def randn(*shape, dtype, seed=0, device="cpu"):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
-
-
 # Rows long enough for one a program, columns that no power of two divides, rows left over.
 @pytest.mark.parametrize(("n", "k"), [(5, 4096), (8, 512), (7, 576), (3, 80), (6, 2049), (1, 1)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gemv(n, k, bias):
     dtype = torch.float16
-    x = randn(1, k, dtype=dtype, device=DEVICE)
-    weight = randn(n, k, dtype=dtype, seed=1, device=DEVICE)
-    added = randn(n, dtype=dtype, seed=2, device=DEVICE) if bias else None
+    x = randn(1, k, dtype=dtype)
+    weight = randn(n, k, dtype=dtype, seed=1)
+    added = randn(n, dtype=dtype, seed=2) if bias else None
     truth = x.double() @ weight.double().T + (added.double() if bias else 0)
     assert_close(gemv(x, weight, added), truth, dtype)
 
@@ -46,9 +42,9 @@ def test_gemv_pays_where_it_was_measured_to(n, k, pays):
 @pytest.mark.parametrize("rows", [1, 2, 9, 200])
 def test_packing_changes_nothing(dtype, rows):
     layer = Linear(48, {"a": 20, "b": 13}, bias=True)
-    layer.weight.data = randn(33, 48, dtype=dtype)
-    layer.bias.data = randn(33, dtype=dtype, seed=1)
-    x = randn(rows, 48, dtype=dtype, seed=2)
+    layer.weight.data = randn(33, 48, dtype=dtype, device="cpu")
+    layer.bias.data = randn(33, dtype=dtype, seed=1, device="cpu")
+    x = randn(rows, 48, dtype=dtype, seed=2, device="cpu")
     truth = x.double() @ layer.weight.double().T + layer.bias.double()
     assert_close(layer(x), truth, dtype)
     layer.pack()
@@ -57,7 +53,9 @@ def test_packing_changes_nothing(dtype, rows):
 
 def test_packing_leaves_a_shared_weight_alone():
     layer = Linear(16, {"head": 8})
-    shared = torch.nn.Parameter(randn(8, 16, dtype=torch.float32), requires_grad=False)
+    shared = torch.nn.Parameter(
+        randn(8, 16, dtype=torch.float32, device="cpu"), requires_grad=False
+    )
     layer.weight = shared
     layer.pack()
     assert shared.shape == (8, 16)

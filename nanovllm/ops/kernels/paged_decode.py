@@ -164,7 +164,8 @@ def paged_decode_attention(
         NUM_SPLITS=splits,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=3,
+        # Three tiles of keys and values in flight, where shared memory has room for them.
+        num_stages=3 if dim_pad * query.dtype.itemsize <= 512 else 1,
     )
     _merge_splits_kernel[(num_seqs * num_q_heads,)](
         parts, lse, out, DIM=dim, DIM_PAD=dim_pad, NUM_SPLITS=splits, num_warps=1

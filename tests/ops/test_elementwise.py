@@ -1,0 +1,99 @@
+"""Ops between the products: torch on a CPU, and the kernels."""
+
+import pytest
+import torch
+from op_inputs import (
+    CPU,
+    DEVICE,
+    KERNEL_DTYPES,
+    NAN,
+    randn,
+)
+from tolerances import assert_close
+
+from nanovllm.ops import elementwise, reference
+from nanovllm.ops.kernels import elementwise as kernels
+
+IMPLEMENTATIONS = {"torch": (elementwise, CPU), "kernel": (kernels, DEVICE)}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def ops(request):
+    return IMPLEMENTATIONS[request.param]
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 80), (3, 1537), (2, 3, 17)], ids=str)
+def test_rms_norm(ops, shape, dtype):
+    module, device = ops
+    x = randn(*shape, dtype=dtype, device=device)
+    weight = randn(shape[-1], dtype=dtype, seed=1, device=device)
+    out = module.rms_norm(x, weight, 1e-2)
+    assert out.dtype == dtype
+    assert_close(out, reference.rms_norm(x.double(), weight.double(), 1e-2))
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 80), (3, 1537)], ids=str)
+def test_add_rms_norm(ops, shape, dtype):
+    """The norm is of the sum as it is stored; the sum is exactly that of the two tensors."""
+    module, device = ops
+    x, residual = (randn(*shape, dtype=dtype, seed=i, device=device) for i in range(2))
+    weight = randn(shape[-1], dtype=dtype, seed=2, device=device)
+    expected = x + residual
+    out, total = module.add_rms_norm(x, residual, weight, 1e-2)
+    assert torch.equal(total, expected)
+    assert_close(out, reference.rms_norm(expected.double(), weight.double(), 1e-2))
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (5, 160), (3, 2050)], ids=str)
+def test_silu_and_mul(ops, shape, dtype):
+    module, device = ops
+    gate_up = 5 * randn(*shape, dtype=dtype, device=device)
+    out = module.silu_and_mul(gate_up.clone())
+    assert out.shape == (shape[0], shape[1] // 2)
+    assert_close(out, reference.silu_and_mul(gate_up.double()))
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(1, 1, 16), (3, 3, 64), (9, 3, 80), (17, 1, 96), (4, 2, 256)]
+)
+def test_rotate_and_store(ops, heads, kv_heads, dim, dtype):
+    """Queries are rotated in place, keys rotated and values as they are go to their slots only."""
+    module, device = ops
+    num_tokens, block_size = 5, 16
+    # Rows that lie apart, as those of a wider tensor do.
+    wide = randn(num_tokens, heads + 2 * kv_heads + 1, dim, dtype=dtype, device=device)
+    mixed, query = wide[:, :-1], wide[:, :heads]
+    before = wide.double()
+    caches = torch.full((2, 3, block_size, kv_heads, dim), NAN, dtype=dtype, device=device)
+    slots = torch.tensor([47, 0, 15, 16, 31], dtype=torch.int32, device=device)
+    angle = 100 * randn(num_tokens, dim // 2, seed=1, device=device)
+    cos, sin = angle.cos(), angle.sin()
+    module.rotate_and_store(mixed, *caches, slots, cos, sin)
+
+    assert_close(query, reference.rotate(before[:, :heads], cos, sin))
+    keys, values = caches.flatten(1, 2)
+    assert_close(keys[slots], reference.rotate(before[:, heads : heads + kv_heads], cos, sin))
+    assert torch.equal(values[slots].double(), before[:, heads + kv_heads : -1])
+    assert torch.equal(wide[:, -1].double(), before[:, -1])
+    others = [slot for slot in range(3 * block_size) if slot not in slots.tolist()]
+    assert caches.flatten(1, 2)[:, others].isnan().all()
+
+
+def test_rotated_queries_are_a_view():
+    heads, caches = randn(3, 8, 16, device=CPU), torch.empty(2, 1, 16, 2, 16)
+    ones = torch.ones(3, 8)
+    query = elementwise.rotate_and_store(heads, *caches, torch.arange(3), ones, 0 * ones)
+    assert query.data_ptr() == heads.data_ptr()
+    assert query.shape == (3, 4, 16)
+
+
+def test_reference_rotation_by_complex_numbers():
+    """Pairs (i, i + dim / 2) are complex numbers, turned by the angle."""
+    x, angle = randn(5, 3, 16, device=CPU), randn(5, 8, seed=1, device=CPU)
+    turned = torch.complex(*x.chunk(2, dim=-1)) * torch.exp(1j * angle)[:, None]
+    out = reference.rotate(x, angle.cos(), angle.sin())
+    assert_close(out, torch.cat((turned.real, turned.imag), dim=-1))

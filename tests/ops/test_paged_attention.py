@@ -1,0 +1,124 @@
+"""Decode attention over a paged cache: the kernel and the gathered form."""
+
+import pytest
+import torch
+from op_inputs import (
+    DEVICE,
+    DTYPES,
+    KERNEL_DTYPES,
+    NAN,
+    randn,
+    truth_of,
+)
+from tolerances import assert_close, relative_rms
+
+from nanovllm.ops import reference
+from nanovllm.ops.kernels.paged_decode import num_splits, paged_decode_attention
+from nanovllm.ops.paged_attention import gathered_decode_attention
+
+# The kernel takes the logarithm of an empty split's sum before it puts -inf in its place.
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning")
+
+
+class PagedBatch:
+    """Sequences of given lengths in a paged cache; whatever belongs to none of them is poison."""
+
+    def __init__(self, lengths, block_size, heads=4, kv_heads=2, dim=64, dtype=torch.float32):
+        num_blocks = [-(-length // block_size) for length in lengths]
+        generator = torch.Generator().manual_seed(0)
+        blocks = torch.randperm(sum(num_blocks) + 2, generator=generator).tolist()
+        shape = (len(blocks), block_size, kv_heads, dim)
+        self.keys = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
+        self.values = self.keys.clone()
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        # Past the context the table names a block that is all poison.
+        shape = (len(lengths), max(num_blocks) + 1)
+        tables = torch.full(shape, blocks.pop(), dtype=torch.int32)
+        self.query = randn(len(lengths), heads, dim, dtype=dtype, seed=1)
+        self.scale = dim**-0.5
+        self.gathered, truths = [], []
+        for i, (length, count) in enumerate(zip(lengths, num_blocks, strict=True)):
+            mine, blocks = blocks[:count], blocks[count:]
+            tables[i, :count] = torch.tensor(mine)
+            new = [randn(length, kv_heads, dim, dtype=dtype, seed=2 + 2 * i + j) for j in range(2)]
+            for cache, tokens in zip((self.keys, self.values), new, strict=True):
+                for start in range(0, length, block_size):
+                    piece = tokens[start : start + block_size]
+                    cache[mine[start // block_size], : len(piece)] = piece
+            self.gathered.append(tuple(new))
+            truth, _ = truth_of(self.query[None, i : i + 1], *(t[None] for t in new), False)
+            truths.append(truth[0, 0])
+        self.tables = tables.to(DEVICE)
+        self.truth = torch.stack(truths)
+
+    def attend(self, **options):
+        return paged_decode_attention(
+            self.query, self.keys, self.values, self.tables, self.lengths, self.scale, **options
+        )
+
+
+ODD_LENGTHS = [1, 16, 17, 64, 130, 257]
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2, 4, 8, None])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_paged_decode_lengths_and_splits(dtype, splits, block_size):
+    batch = PagedBatch(ODD_LENGTHS, block_size, dtype=dtype)
+    out = batch.attend(splits=splits)
+    assert out.dtype == dtype
+    assert_close(out, batch.truth)
+    for row, truth in zip(out, batch.truth, strict=True):  # a short one's error shows by itself
+        assert_close(row, truth)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 1), (3, 3), (40, 2)], ids=str)
+@pytest.mark.parametrize("dim", [16, 17, 80, 96, 128, 256])
+def test_paged_decode_heads(dtype, heads, dim):
+    batch = PagedBatch([70, 5], 16, *heads, dim, dtype)
+    assert_close(batch.attend(splits=2), batch.truth)
+
+
+def test_paged_decode_of_a_view():
+    """The queries lie beside keys and values, and the cache beside other layers'."""
+    batch = PagedBatch([70, 5], 16)
+    wide = torch.full((2, 8, 64), NAN, device=DEVICE)
+    wide[:, :4] = batch.query
+    caches = torch.full((3, *batch.keys.shape), NAN, device=DEVICE)
+    caches[1], caches[2] = batch.keys, batch.values
+    batch.query, batch.keys, batch.values = wide[:, :4], caches[1], caches[2]
+    assert_close(batch.attend(), batch.truth)
+
+
+@pytest.mark.parametrize("length", [0, 63, 64, 69])
+def test_poison_is_seen(length):
+    """Control: one NaN within the context reaches the output, so none outside was read."""
+    batch = PagedBatch([70], 16)
+    block, offset = batch.tables[0, length // 16], length % 16
+    batch.keys[block, offset] = NAN
+    assert relative_rms(batch.attend(), batch.truth) != pytest.approx(0, abs=1)
+
+
+def test_reference_of_paged_decode():
+    batch = PagedBatch([70, 5], 16)
+    out = reference.paged_decode_attention(
+        batch.query, batch.keys, batch.values, batch.tables, batch.lengths, batch.scale
+    )
+    assert_close(out, batch.truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", [[70], ODD_LENGTHS], ids=len)
+def test_gathered_decode(dtype, lengths):
+    batch = PagedBatch(lengths, 16, dtype=dtype)
+    out = gathered_decode_attention(batch.query, batch.gathered, batch.scale)
+    assert_close(out, batch.truth)
+
+
+@pytest.mark.parametrize("num_sms", [4, 132])
+@pytest.mark.parametrize("num_seqs", [1, 7, 256, 5000])
+def test_number_of_splits(num_seqs, num_sms):
+    splits = num_splits(num_seqs, 8, num_sms)
+    assert splits in (1, 2, 4, 8, 16, 32, 64)
+    assert splits == 1 or splits * num_seqs * 8 < 4 * num_sms, "no more than fill the GPU twice"

@@ -8,8 +8,6 @@ from tolerances import assert_close
 from nanovllm.layers.linear import Linear
 from nanovllm.ops.kernels.gemv import gemv, gemv_pays
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
 
 # Rows long enough for one a program, columns that no power of two divides, rows left over.
 @pytest.mark.parametrize(("n", "k"), [(5, 4096), (8, 512), (7, 576), (3, 80), (6, 2049), (1, 1)])

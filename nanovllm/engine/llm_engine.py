@@ -78,7 +78,9 @@ class LLMEngine:
         )
         if params.stop and detokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and the model directory has none")
-        seq = Sequence(seq_id, token_ids, params, detokenizer, Random(seed), time.perf_counter())
+        seq = Sequence(
+            seq_id, list(token_ids), params, detokenizer, Random(seed), time.perf_counter()
+        )
         self._scheduler.add(seq)
         return seq
 

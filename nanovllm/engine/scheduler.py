@@ -43,8 +43,7 @@ class Scheduler:
     ) -> None:
         self.block_manager = block_manager
         self.num_preemptions = 0
-        # A step must have room for one token of each running sequence.
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -62,6 +61,7 @@ class Scheduler:
         """Choose the next step's work and give it its blocks. Empty if nothing waits or runs."""
         step = Step()
         step.decodes = self._grow_decodes()
+        # No more run than the budget has tokens: one is admitted only when each has had one.
         budget = self._max_num_batched_tokens - len(step.decodes)
         for seq in self._running:
             if not seq.is_decoding:

@@ -96,7 +96,7 @@ def strict_chatter(tmp_path_factory):
         ([USER, USER], "roles must alternate"),
         ([], "empty conversation"),
         ([{"content": "no role"}], "role"),
-        (["no message"], "no message"),
+        (["no message"], "refuses this conversation"),
     ],
 )
 def test_refused_chat_is_marked_and_the_others_finish(strict_chatter, chat, reason):

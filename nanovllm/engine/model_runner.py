@@ -64,7 +64,7 @@ class ModelRunner:
             prefills=self._segments(step),
             decodes=self._decode_batch(step, tables) if step.decodes else None,
         )
-        return self._logits(self._hidden(tokens, batch)[self._sampled_rows(step)])
+        return self._logits(tokens, batch, self._sampled_rows(step))
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int) -> None:
@@ -87,21 +87,23 @@ class ModelRunner:
                 slots=None,
             ),
         )
-        return self._logits(self._hidden(tokens, batch))
+        return self._logits(tokens, batch, rows=None)
 
-    def _hidden(self, tokens: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Return the final hidden states, `[num_tokens, hidden_size]`: the loop over layers."""
+    def _logits(
+        self, tokens: torch.Tensor, batch: AttentionBatch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the logits of `rows` of the step, or of all: the loop over layers."""
         token_ids, positions, _ = tokens
         cos, sin = self._rotary.angles(positions)
         step = AttentionStep(batch, self._cache.layers, self._policy, self._backend, cos, sin)
+        *layers, last = self._model.layers
         hidden: torch.Tensor = self._model.embed_tokens(token_ids)
         residual = None
-        for layer in self._model.layers:
+        for layer in layers:
             hidden, residual = layer(hidden, residual, step)
+        # Nothing attends to the last layer's output: only rows that are sampled go on from there.
+        hidden, residual = last(hidden, residual, step, rows)
         hidden, _ = self._model.norm.add(hidden, residual)
-        return hidden
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._model.lm_head(hidden)
         return logits
 

@@ -38,8 +38,10 @@ class LlamaAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
 
-    def forward(self, hidden: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """Map `[num_tokens, hidden_size]` to the same."""
+    def forward(
+        self, hidden: torch.Tensor, step: AttentionStep, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Map `[num_tokens, hidden_size]` to the same, or to its `rows` only."""
         # [num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
@@ -47,8 +49,9 @@ class LlamaAttention(nn.Module):
             key = heads[:, self.num_q_heads : -self.num_kv_heads]
             query.copy_(self.q_norm(query))
             key.copy_(self.k_norm(key))
-        out: torch.Tensor = self.o_proj(attend(step, self.layer_id, heads).flatten(1))
-        return out
+        out = attend(step, self.layer_id, heads).flatten(1)
+        projected: torch.Tensor = self.o_proj(out if rows is None else out[rows])
+        return projected
 
 
 class LlamaMLP(nn.Module):
@@ -80,7 +83,11 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, step: AttentionStep
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        step: AttentionStep,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the layer adds to the residual stream, and the stream before that.
 
@@ -88,9 +95,13 @@ class DecoderLayer(nn.Module):
             hidden: `[num_tokens, hidden_size]`, what the layer before adds.
             residual: the stream before that; None for the first layer.
             step: what attention needs.
+            rows: the tokens whose result is wanted, integer `[n]`; None for all. Keys and values
+                of the others are stored all the same.
         """
         normed, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(normed, step)
+        hidden = self.self_attn(normed, step, rows)
+        if rows is not None:
+            residual = residual[rows]
         normed, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(normed), residual
 

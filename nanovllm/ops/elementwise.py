@@ -13,7 +13,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         from nanovllm.ops.kernels import elementwise
 
         return elementwise.rms_norm(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return _rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
@@ -25,7 +25,7 @@ def add_rms_norm(
 
         return elementwise.add_rms_norm(x, residual, weight, eps)
     residual = residual.add_(x)
-    return F.rms_norm(residual, weight.shape, weight, eps), residual
+    return _rms_norm(residual, weight, eps), residual
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -67,18 +67,38 @@ def rotate_and_store(
         elementwise.rotate_and_store(heads, key_cache, value_cache, slot_mapping, cos, sin)
     else:
         _rotate_(heads[:, :-num_kv_heads], cos, sin)
-        slots = slot_mapping.long()
-        key_cache.flatten(0, 1).index_copy_(0, slots, heads[:, num_q_heads:-num_kv_heads])
-        value_cache.flatten(0, 1).index_copy_(0, slots, heads[:, -num_kv_heads:])
+        _store(key_cache, slot_mapping, heads[:, num_q_heads:-num_kv_heads])
+        _store(value_cache, slot_mapping, heads[:, -num_kv_heads:])
     return heads[:, :num_q_heads]
 
 
+# The forms below take the fewest passes over memory that plain torch allows; each was measured
+# against its alternatives (docs/experiments.md).
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    # `wide` is `x` itself if that is in fp32, and `x` must stay.
+    normed = wide * scale if wide is x else wide.mul_(scale)
+    return normed.mul_(weight.float()).to(x.dtype)
+
+
 def _rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate `x`, `[n, num_heads, head_dim]`, in place, with few passes over memory."""
-    rotated = torch.empty(x.shape, dtype=torch.float32)
-    first, second = x.float().chunk(2, dim=-1)
-    out_first, out_second = rotated.chunk(2, dim=-1)
+    """Rotate `x`, `[n, num_heads, head_dim]`, in place, in fp32."""
+    first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-    x.copy_(rotated)
+    rotated_first = (first * cos).addcmul_(second.float(), sin, value=-1)
+    rotated_second = (second * cos).addcmul_(first.float(), sin)
+    first.copy_(rotated_first)
+    second.copy_(rotated_second)
+
+
+def _store(cache: torch.Tensor, slot_mapping: torch.Tensor, values: torch.Tensor) -> None:
+    slots = cache.flatten(0, 1)
+    first, last = slot_mapping[0].item(), slot_mapping[-1].item()
+    if last - first + 1 == len(values) and bool((slot_mapping.diff() == 1).all()):
+        slots[first : last + 1].copy_(values)
+    else:
+        slots.index_copy_(0, slot_mapping.long(), values)

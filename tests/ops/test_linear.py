@@ -52,7 +52,7 @@ def test_packing_changes_nothing(dtype, rows):
 def test_packing_leaves_a_shared_weight_alone():
     layer = Linear(16, {"head": 8})
     shared = torch.nn.Parameter(
-        randn(8, 16, dtype=torch.float32, device="cpu"), requires_grad=False
+        randn(8, 16, dtype=torch.bfloat16, device="cpu"), requires_grad=False
     )
     layer.weight = shared
     layer.pack()

@@ -20,7 +20,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python example.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -24,6 +24,8 @@ logger = get_logger(__name__)
 SamplingParamsArg = SamplingParams | Sequence[SamplingParams] | None
 # A prompt on its way: its request, or the result of one that was refused.
 Entry = Request | RequestOutput
+# How each prompt is encoded: a function and its arguments, called when the request is queued.
+Items = Sequence[tuple[Callable[..., list[int]], tuple[Any, ...]]]
 
 
 class LLM:
@@ -105,11 +107,20 @@ class LLM:
         """Generate like `generate`, and yield what each step adds to each prompt's answer.
 
         The pieces of a prompt join to its text, and its last piece carries the whole result. The
-        requests are cancelled if the iteration is given up.
+        requests are queued when the iteration begins and cancelled if it is given up.
+
+        Raises:
+            ConfigError: as `generate`, at once.
         """
         encode = self.engine.encoder.encode
         items = [(encode, (prompt,)) for prompt in as_prompts(prompts)]
-        params = _params_list(sampling_params, len(items))
+        return self._stream(items, _params_list(sampling_params, len(items)))
+
+    def _stream(
+        self,
+        items: Items,
+        params: Sequence[SamplingParams],
+    ) -> Iterator[StreamOutput]:
         entries: list[Entry] = []
         try:
             self._submit(entries, items, params, streaming=True)
@@ -146,7 +157,7 @@ class LLM:
 
     def _run(
         self,
-        items: list[tuple[Callable[..., list[int]], tuple[Any, ...]]],
+        items: Items,
         sampling_params: SamplingParamsArg,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -171,7 +182,7 @@ class LLM:
     def _submit(
         self,
         entries: list[Entry],
-        items: list[tuple[Callable[..., list[int]], tuple[Any, ...]]],
+        items: Items,
         params: Sequence[SamplingParams],
         streaming: bool = False,
     ) -> None:

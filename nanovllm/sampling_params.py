@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from nanovllm.errors import ConfigError
@@ -69,11 +70,11 @@ def _as_plain_int(value: Any) -> Any:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _all(values: Any, holds: Callable[[Any], Any]) -> bool:

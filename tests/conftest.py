@@ -27,11 +27,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if HAS_CUDA:
-        return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            # One worker has the card to itself, as far as large models go.
+            item.add_marker(
+                pytest.mark.xdist_group("gpu")
+                if HAS_CUDA
+                else pytest.mark.skip(reason="needs a CUDA device")
+            )
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from nanovllm import LLM, ConfigError
+from nanovllm import LLM, BackendUnavailableError, CapacityError, ConfigError
 from nanovllm.eval.haystack import sentences
 from nanovllm.eval.needle import DEFAULT_VALUE, build_task, describe, run_task
 
@@ -91,8 +91,17 @@ def test_command_line_refuses_what_is_not_built(capsys):
     assert "--enable-offload is not built yet" in capsys.readouterr().err
 
 
+def test_command_line_passes_on_what_the_engine_refuses(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--model", "no/such/directory"])
+    assert exit_.value.code == 2
+    assert "no/such/directory does not exist" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_command_line_tells_by_its_exit_status(capsys):
+    assert main(["--input-len", "512", "--max-model-len", "256"]) == 2
+    assert "the prompt has 512 tokens" in capsys.readouterr().out
     assert main(["--input-len", "512", "--max-model-len", "1024", "--needle-value", "8675309"]) == 0
     assert "PASS" in capsys.readouterr().out
     assert main(["--input-len", "512", "--max-model-len", "1024", "--max-new-tokens", "1"]) == 1
@@ -120,10 +129,10 @@ def main(argv: list[str] | None = None) -> int:
                 llm.tokenizer, args.input_len, args.needle_position, args.needle_value, args.seed
             )
             result = run_task(llm, task, args.max_new_tokens)
-    except ConfigError as error:
+    except (ConfigError, CapacityError, BackendUnavailableError) as error:
         parser.error(str(error))
     print(describe(result))
-    return 0 if result.passed else 1
+    return 2 if result.error else 0 if result.passed else 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ class Device(ABC):
     """Whether Triton kernels run here; elsewhere plain torch does their work."""
     records_graphs: bool
     """Whether `capture` works: work can be recorded once and replayed without launching it."""
+
+    @abstractmethod
+    def active(self) -> AbstractContextManager[Any]:
+        """Return a context in which new work goes to this device, whatever was current before."""
 
     @abstractmethod
     def free_memory_bytes(self) -> int:

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,15 @@ class CpuDevice(Device):
         # Only with AMX tiles do bfloat16 matrix products beat float32 ones (docs/experiments.md).
         self.default_dtype = torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
 
+    def active(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def free_memory_bytes(self) -> int:
+        free = self.total_memory_bytes()
         for line in _read_lines("/proc/meminfo"):
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        return self.total_memory_bytes()
+                free = int(line.split()[1]) * 1024
+        return min(free, _container_headroom_bytes(free))
 
     def total_memory_bytes(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -49,6 +54,14 @@ class CpuDevice(Device):
 
     def capture(self, run: Callable[[], Any]) -> Replay:
         raise NotImplementedError("a CPU launches nothing that could be recorded")
+
+
+def _container_headroom_bytes(default: int) -> int:
+    """Return what a container's memory limit (cgroup v2) leaves, or `default` without a limit."""
+    limit, used = (
+        "".join(_read_lines(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current")
+    )
+    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else default
 
 
 def _cpu_name() -> str:

@@ -1,6 +1,7 @@
 """A CUDA GPU as a device: the only file that names torch.cuda."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ class CudaDevice(Device):
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
-        torch.cuda.set_device(self.torch_device)
         self.name = torch.cuda.get_device_name(index)
         self._graph_pool: Any = None
 
@@ -26,20 +26,24 @@ class CudaDevice(Device):
         """Return how many CUDA devices PyTorch sees."""
         return torch.cuda.device_count()
 
+    def active(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.torch_device)
+
     def free_memory_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        device = self.torch_device
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def total_memory_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.torch_device)[1]
 
     def peak_memory_bytes(self, run: Callable[[], Any]) -> int:
         self.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
         run()
         self.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated(self.torch_device) - before
 
     def release_cached_memory(self) -> None:
         torch.cuda.empty_cache()

@@ -40,6 +40,9 @@ class BlockManager:
         self._blocks = [Block() for _ in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: dict[bytes, int] = {}
+        # The sequence refused last. Looking up a long prefix takes milliseconds, and until a block
+        # is freed or hashed the answer stays the same.
+        self._refused: Sequence | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -64,10 +67,13 @@ class BlockManager:
         Returns:
             False, with nothing changed, if too few blocks are free.
         """
+        if seq is self._refused:
+            return False
         shared = self._match_prefix(seq)
         num_new = self.num_blocks_for(seq.num_tokens) - len(shared)
         num_revived = sum(self._blocks[block_id].num_users == 0 for block_id in shared)
         if num_new + num_revived > len(self._free):
+            self._refused = seq
             return False
         for block_id in shared:
             self._blocks[block_id].num_users += 1
@@ -106,6 +112,7 @@ class BlockManager:
             if block.hash is None and digest not in self._cached:
                 block.hash, block.token_ids = digest, self._tokens_of(seq, i)
                 self._cached[digest] = seq.block_table[i]
+                self._refused = None
 
     def free(self, seq: Sequence) -> None:
         """Take back all blocks of a sequence. The end of a prefix is forgotten before its start."""
@@ -116,6 +123,7 @@ class BlockManager:
                 self._free[block_id] = None
         seq.block_table = []
         seq.num_computed_tokens = 0
+        self._refused = None
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         """Check the books against the tables of all sequences that hold blocks.

@@ -43,7 +43,8 @@ class LLMEngine:
         self._sampler = Sampler(self.device)
         self._next_id = 0
         self._closed = False
-        loaded = load_runner(config, directory, self.model_config, self.device)
+        with self.device.active():
+            loaded = load_runner(config, directory, self.model_config, self.device)
         self._runner = loaded.runner
         self.max_model_len, self._length_reason = loaded.max_model_len, loaded.length_reason
         self.dtype, self.backend_name = loaded.dtype, loaded.backend_name
@@ -72,7 +73,8 @@ class LLMEngine:
                 f"{self.max_model_len}: {self._length_reason}"
             )
         seq_id, self._next_id = self._next_id, self._next_id + 1
-        seed = params.seed if params.seed is not None else f"{self.config.seed}/{seq_id}"
+        # As texts: integers of opposite sign would seed alike.
+        seed = f"{self.config.seed}/{seq_id}" if params.seed is None else str(params.seed)
         detokenizer = (
             Detokenizer(self.tokenizer, params.stop, streaming) if self.tokenizer else None
         )
@@ -94,7 +96,8 @@ class LLMEngine:
         if not step.num_tokens:
             return step
         try:
-            self._compute(step)
+            with self.device.active():
+                self._compute(step)
         except BaseException:
             # How far each sequence came is not known; those that wait or run beside can go on.
             for seq in [*(seq for seq, _ in step.prefills), *step.decodes]:
@@ -106,6 +109,8 @@ class LLMEngine:
         """End a request that is not finished, and free its blocks."""
         if seq.status is not Status.FINISHED:
             self._finish(seq, "abort")
+            if seq.detokenizer is not None:  # what it held back is part of the text
+                seq.detokenizer.finish()
 
     def has_unfinished(self) -> bool:
         """Return whether some request waits or runs."""
@@ -138,7 +143,8 @@ class LLMEngine:
             self.abort(seq)
         del self._runner
         gc.collect()
-        self.device.release_cached_memory()
+        with self.device.active():
+            self.device.release_cached_memory()
 
     def _compute(self, step: Step) -> None:
         logits = self._runner.run(step)
@@ -198,6 +204,7 @@ class LLMEngine:
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         self._scheduler.finish(seq, reason)
+        seq.seen = None
 
 
 def _not_finite(dtype: torch.dtype) -> str:

@@ -84,12 +84,8 @@ def _load_runner(
         return ModelRunner(model, rotary, cache, policy, backend, device, max_model_len)
 
     block_bytes = ResidentKVCache.block_bytes(model_config.num_layers, *layer_shape, dtype)
-    # A long history whose blocks lie apart is gathered, one layer at a time.
-    history_bytes = block_bytes * -(-max_model_len // block_size) // model_config.num_layers
     step_bytes = _measure_largest_step(config, device, make_runner, max_model_len)
-    num_blocks = plan_kv_cache(
-        config, device, block_bytes, max_model_len, step_bytes + history_bytes
-    )
+    num_blocks = plan_kv_cache(config, device, block_bytes, max_model_len, step_bytes)
     if num_blocks * block_size < max_model_len:
         logger.warning(
             "max_model_len %d is bounded to the %d tokens that the KV cache holds",
@@ -103,7 +99,7 @@ def _load_runner(
         )
     runner = make_runner(num_blocks)
     if device.records_graphs and not config.enforce_eager:
-        runner.capture_graphs(config.max_num_seqs)
+        runner.capture_graphs(min(config.max_num_seqs, num_blocks))
     return LoadedModel(runner, num_blocks, max_model_len, length_reason, dtype, backend.name)
 
 
@@ -113,18 +109,24 @@ def _measure_largest_step(
     make_runner: Callable[[int], ModelRunner],
     max_model_len: int,
 ) -> int:
-    """Return the bytes that the largest step takes beside weights and cache."""
+    """Return the bytes that the largest step takes beside weights and cache.
+
+    That is the last chunk of the longest prompt, whose history lies in scattered blocks and is
+    gathered; then sampling with every filter. The history's blocks stand for each other.
+    """
     num_tokens = min(config.max_num_batched_tokens, max_model_len)
     num_blocks = -(-num_tokens // config.kvcache_block_size)
     params = SamplingParams(top_p=0.5, repetition_penalty=1.1)
-    seq = Sequence(0, [0] * num_tokens, params, None, Random(0), 0.0)
-    seq.block_table = list(range(num_blocks))
+    seq = Sequence(0, [0] * max_model_len, params, None, Random(0), 0.0)
+    seq.num_computed_tokens = max_model_len - num_tokens
+    table_len = -(-max_model_len // config.kvcache_block_size)
+    seq.block_table = [i % num_blocks for i in reversed(range(table_len))]
     many = min(config.max_num_seqs, config.max_num_batched_tokens)
     runner, sampler = make_runner(num_blocks), Sampler(device)
 
     def run_largest_step() -> None:
         logits = runner.run(Step(prefills=[(seq, num_tokens)]))
-        sampler.sample(logits.expand(many, -1), [seq] * many)
+        sampler.sample(logits.expand(many, -1).clone(), [seq] * many)
 
     return device.peak_memory_bytes(run_largest_step)
 

@@ -24,11 +24,17 @@ def plan_kv_cache(
         activation_bytes: the most that a step takes beside weights and cache.
 
     Raises:
-        CapacityError: not even one block fits.
+        CapacityError: not even one block fits, or not the number asked for.
     """
-    if config.num_kvcache_blocks is not None:
-        return config.num_kvcache_blocks
     free = device.free_memory_bytes()
+    if config.num_kvcache_blocks is not None:
+        needed = config.num_kvcache_blocks * block_bytes
+        if needed > free:
+            raise CapacityError(
+                f"num_kvcache_blocks={config.num_kvcache_blocks} needs {needed / _MIB:.0f} MiB, "
+                f"and {free / _MIB:.0f} MiB are free on {device.name}"
+            )
+        return config.num_kvcache_blocks
     if device.torch_device.type == "cpu":
         budget = int(free * _CPU_SHARE)
     else:

@@ -69,8 +69,8 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int) -> None:
         """Record a CUDA graph of a decode step for each of a few batch sizes, largest first."""
-        smaller = [size for size in _GRAPH_SIZES if size < max_num_seqs]
-        for size in [min(max_num_seqs, _GRAPH_SIZES[-1]), *reversed(smaller)]:
+        largest = min(max_num_seqs, _GRAPH_SIZES[-1])
+        for size in [largest, *(size for size in reversed(_GRAPH_SIZES) if size < largest)]:
             inputs = self._inputs(Step(), pad_decodes_to=size)
             self._graphs[size] = _DecodeGraph(self, self._device, inputs)
         logger.info("recorded decode graphs for up to %d sequences", max(self._graphs))

@@ -62,10 +62,22 @@ class Sampler:
         logits = logits.float().clone()
         for i in rows:
             penalty = sequences[i].params.repetition_penalty
-            seen = self._device.upload(sorted(set(sequences[i].token_ids)), torch.int64)
-            values = logits[i, seen]
-            logits[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
+            lowered = torch.where(logits[i] > 0, logits[i] / penalty, logits[i] * penalty)
+            logits[i] = torch.where(self._seen(sequences[i], logits.shape[1]), lowered, logits[i])
         return logits
+
+    def _seen(self, seq: Sequence, vocab_size: int) -> torch.Tensor:
+        """Return which tokens stand in the prompt or the answer, bool `[vocab_size]`.
+
+        Kept on the device with the sequence, so that a token costs the same whatever the length.
+        """
+        if seq.seen is None:
+            seq.seen = torch.zeros(vocab_size, dtype=torch.bool, device=self._device.torch_device)
+            new = sorted(set(seq.token_ids))
+        else:
+            new = seq.token_ids[-1:]
+        seq.seen[self._device.upload(new, torch.int64)] = True
+        return seq.seen
 
     def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
         params = [seq.params for seq in sequences]
@@ -95,14 +107,24 @@ class Sampler:
     def _logprobs(
         self, logits: torch.Tensor, chosen: list[int], sequences: Seq[Sequence]
     ) -> dict[int, dict[int, float]]:
+        wanted = {
+            i: seq.params.logprobs
+            for i, seq in enumerate(sequences)
+            if seq.params.logprobs is not None and chosen[i] >= 0
+        }
+        if not wanted:
+            return {}
+        rows = self._device.upload(list(wanted), torch.int64)
+        own_ids = self._device.upload([chosen[i] for i in wanted], torch.int64)[:, None]
+        logprobs = logits[rows].float().log_softmax(-1)
+        best, ids = logprobs.topk(min(max(wanted.values()), logits.shape[1]))
+        # fp64 holds token ids exactly: one transfer brings all three.
+        parts = (ids.double(), best.double(), logprobs.gather(1, own_ids).double())
         result = {}
-        for i, seq in enumerate(sequences):
-            if seq.params.logprobs is None or chosen[i] < 0:
-                continue
-            row = logits[i].float().log_softmax(-1)
-            values, ids = row.topk(min(seq.params.logprobs, row.shape[0]))
-            best = dict(zip(ids.tolist(), values.tolist(), strict=True))
-            result[i] = best | {chosen[i]: row[chosen[i]].item()}
+        for (i, count), row in zip(wanted.items(), torch.cat(parts, dim=1).tolist(), strict=True):
+            num_best = len(row) // 2
+            best_ids = [int(token_id) for token_id in row[: min(count, num_best)]]
+            result[i] = dict(zip(best_ids, row[num_best:], strict=False)) | {chosen[i]: row[-1]}
         return result
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
 
+import torch
+
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.outputs import FinishReason, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -43,6 +45,8 @@ class Sequence:
     stop_reason: int | str | None = None
     error: str | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    seen: torch.Tensor | None = None
+    """Which tokens occur, where a repetition penalty asks for it; kept by the sampler."""
     first_token_s: float = math.nan
     last_token_s: float = math.nan
 

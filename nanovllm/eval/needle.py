@@ -64,8 +64,11 @@ def build_task(
         seed: chooses the text around it.
 
     Raises:
-        ConfigError: `position` is out of range, or `input_len` leaves no room for the needle.
+        ConfigError: `position` is out of range, `input_len` leaves no room for the needle, or
+            there is no tokenizer.
     """
+    if tokenizer is None:
+        raise ConfigError("the model directory has no tokenizer to write the text with")
     if not 0 <= position <= 1:
         raise ConfigError(f"needle position {position} is not in [0, 1]")
     head, tail = _chat_frame(tokenizer)

@@ -44,17 +44,15 @@ def attend(step: AttentionStep, layer_id: int, heads: torch.Tensor) -> torch.Ten
     scale = query.shape[-1] ** -0.5
     outputs = []
     for segment in batch.prefills:
-        chunk = query[segment.rows]
         ctx = PolicyContext(
             layer_id=layer_id,
-            query=chunk,
-            is_prefill=True,
+            query=query[segment.rows],
             num_history_tokens=segment.num_history_tokens,
             block_size=segment.block_size,
             softmax_scale=scale,
             backend=step.backend,
         )
-        outputs.append(policy.compute_prefill(chunk, layer_kv, segment, ctx))
+        outputs.append(policy.compute_prefill(layer_kv, segment, ctx))
     if (decodes := batch.decodes) is not None:
         outputs.append(policy.compute_decode(query[decodes.rows], layer_kv, decodes, scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -159,19 +159,19 @@ class WeightFiles:
 
     def _open(self, file: str) -> safe_open:
         if file not in self._open_files:
-            path = self._directory / file
-            with path.open("rb") as stream:
-                if stream.read(15) == b"version https:/":
-                    raise ConfigError(
-                        f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` there"
-                    )
-            try:
-                self._open_files[file] = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise ConfigError(
-                    f"{path} is damaged or cut short ({error}): download it again"
-                ) from error
+            self._open_files[file] = _open_safetensors(self._directory / file)
         return self._open_files[file]
+
+
+def _open_safetensors(path: Path) -> safe_open:
+    try:
+        with path.open("rb") as stream:
+            is_pointer = stream.read(15) == b"version https:/"
+        if not is_pointer:
+            return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is damaged or cut short ({error}): download it again") from error
+    raise ConfigError(f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` there")
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -209,18 +209,20 @@ def _sources(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[tuple[str, i
 def _read_weights(model: LlamaForCausalLM, config: ModelConfig, files: WeightFiles) -> None:
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     aliases: dict[str, str] = {}
-    if config.tie_word_embeddings:
-        if head in files and embed not in files:
+    tied = config.tie_word_embeddings
+    if tied and head in files:
+        if embed not in files:
             aliases[embed] = head
-        elif head in files and _differ(files, config, embed, head):
+        elif _differ(files, config, embed, head):
             logger.warning(
                 "config.json ties the output head to the embedding, but the checkpoint holds "
                 "another %s: using it",
                 head,
             )
-        else:
-            aliases[head] = embed
-    sources = list(_sources(model))
+            tied = False
+    if tied:
+        model.lm_head.weight = model.embed_tokens.weight
+    sources = [(p, parts) for p, parts in _sources(model) if not (tied and parts[0][0] == head)]
     names = [aliases.get(name, name) for _, parts in sources for name, _ in parts]
     missing = sorted({name for name in names if name not in files})
     if missing:
@@ -234,8 +236,6 @@ def _read_weights(model: LlamaForCausalLM, config: ModelConfig, files: WeightFil
             shape = (rows, *parameter.shape[1:])
             parameter[start : start + rows] = files.read(aliases.get(name, name), shape)
             start += rows
-    if aliases:
-        model.lm_head.weight = model.embed_tokens.weight
 
 
 def _differ(files: WeightFiles, config: ModelConfig, *names: str) -> bool:
@@ -247,6 +247,8 @@ def _draw_weights(model: LlamaForCausalLM, config: ModelConfig, seed: int) -> No
     """Fill with what training starts from: small normal weights, zero biases, unit norms."""
     generator = torch.Generator(device=model.norm.weight.device).manual_seed(seed)
     std = float(getattr(config.hf, "initializer_range", 0.02))
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
@@ -254,5 +256,3 @@ def _draw_weights(model: LlamaForCausalLM, config: ModelConfig, seed: int) -> No
             parameter.zero_()
         else:
             parameter.normal_(0.0, std, generator=generator)
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight

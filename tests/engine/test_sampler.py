@@ -49,6 +49,7 @@ def sample(logits, *params, seen=(), draws=()):
         SimpleNamespace(
             params=p,
             token_ids=list(seen),
+            seen=None,
             random=SimpleNamespace(random=lambda: next(numbers)) if draws else Random(p.seed),
         )
         for p in params
@@ -362,3 +363,33 @@ def test_impossible_tokens_are_never_drawn():
         sample(logits, SamplingParams(temperature=10.0), draws=[draw])[0].token_id for draw in draws
     }
     assert tokens == {0, 1, 2, 3}
+
+
+def test_penalty_follows_the_answer_token_by_token():
+    """What the sampler keeps of a sequence gives what a fresh look at all its tokens gives."""
+    params = SamplingParams(temperature=0, repetition_penalty=1.5)
+    sampler = Sampler(create_device("cpu"))
+    kept = SimpleNamespace(params=params, token_ids=[3, 3, 7], seen=None, random=Random(0))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        logits = torch.randn(1, 12, generator=generator)
+        (ours,) = sampler.sample(logits, [kept])
+        (fresh,) = sample(logits, params, seen=kept.token_ids)
+        assert ours.token_id == fresh.token_id
+        kept.token_ids.append(ours.token_id)
+    assert len(set(kept.token_ids)) > 6, "the penalty has tokens to act on"
+
+
+@pytest.mark.parametrize("counts", [(0, 2, 5), (50, 1, 3)])
+def test_logprobs_of_a_batch_are_those_of_each_alone(counts):
+    """Requests that want different numbers of them share one transfer."""
+    logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(1))
+    params = [SamplingParams(temperature=0, logprobs=n) for n in counts]
+    together = sample(logits, *params[:2], SamplingParams(temperature=0), params[2])
+    assert together[2].logprobs is None
+    for row, p in zip((0, 1, 3), params, strict=True):
+        truth = logits[row].log_softmax(-1)
+        best = truth.topk(min(p.logprobs, 20)).indices.tolist()
+        expected = {i: truth[i].item() for i in best} | {together[row].token_id: truth.max().item()}
+        assert list(together[row].logprobs) == list(expected)
+        assert together[row].logprobs == pytest.approx(expected, abs=1e-6)

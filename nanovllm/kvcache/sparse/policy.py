@@ -19,7 +19,6 @@ class PolicyContext:
     layer_id: int
     query: torch.Tensor
     """The chunk's queries, `[q_len, num_q_heads, head_dim]`, rotary embedding applied."""
-    is_prefill: bool
     num_history_tokens: int
     """Tokens of the sequence before the chunk."""
     block_size: int
@@ -53,19 +52,14 @@ class SparsePolicy(ABC):
         """
 
     def compute_prefill(
-        self,
-        query: torch.Tensor,
-        layer_kv: LayerKV,
-        segment: PrefillSegment,
-        ctx: PolicyContext,
+        self, layer_kv: LayerKV, segment: PrefillSegment, ctx: PolicyContext
     ) -> torch.Tensor:
         """Attend one sequence's chunk to the selected blocks and, causally, to itself.
 
         Args:
-            query: `[q_len, num_q_heads, head_dim]`.
             layer_kv: the layer's cache, the chunk's own keys and values already stored.
             segment: where the sequence's tokens lie.
-            ctx: what `select_blocks` is given.
+            ctx: what `select_blocks` is given, the chunk's queries among it.
 
         Returns:
             `[q_len, num_q_heads, head_dim]` of the query's dtype. Does not synchronise.
@@ -76,7 +70,7 @@ class SparsePolicy(ABC):
         keys, values = layer_kv.read(segment.slots if everything else segment.slots_of(selected))
         # The selected history lies before the chunk, so bottom-right causality masks it rightly.
         out, _ = flash_attn_with_lse(
-            query[None],
+            ctx.query[None],
             keys[None],
             values[None],
             softmax_scale=ctx.softmax_scale,

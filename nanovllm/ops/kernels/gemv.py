@@ -43,7 +43,7 @@ def gemv_pays(n: int, k: int) -> bool:
     """Return whether `gemv` beats cuBLAS for an `[n, k]` weight, as measured on an H200.
 
     It does for long rows, which keep a program streaming, and for weights so small that the launch
-    decides (docs/benchmarks.md).
+    decides (docs/experiments.md).
     """
     return k >= _COLS or n * k <= 1 << 22
 

@@ -43,7 +43,7 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml $(VENV)/bin/pip
-	$(BIN)/pip install --quiet --editable '.[$(GPU_EXTRA)]'
+	$(BIN)/pip install --quiet --editable '.$(if $(GPU_EXTRA),[$(GPU_EXTRA)])'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/bin/pip

@@ -230,3 +230,17 @@ def test_stop_string_completed_by_the_last_bytes(speller):
     params = SamplingParams(temperature=0.0, max_tokens=5, stop=MARK)
     (output,) = llm.generate("a", params, use_tqdm=False)
     assert (output.text, output.finish_reason, output.stop_reason) == ("né", "stop", MARK)
+
+
+@pytest.mark.parametrize(("num_steps", "text"), [(1, "n"), (2, f"n{MARK}"), (3, "né")])
+def test_a_cancelled_stream_gives_out_what_it_held_back(speller, num_steps, text):
+    """Cancelled amid a character, and amid what may become a stop string: nothing is lost."""
+    llm, path = speller
+    params = SamplingParams(temperature=0.0, max_tokens=9, stop="né🌶?")
+    stream = llm.stream([path[:1]], params)
+    pieces = [next(stream) for _ in range(num_steps)]
+    for seq in list(llm.engine._scheduler.sequences):
+        llm.engine.abort(seq)
+    pieces += stream
+    assert pieces[-1].output.finish_reason == "abort"
+    assert "".join(piece.text for piece in pieces) == pieces[-1].output.text == text

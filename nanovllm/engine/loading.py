@@ -73,7 +73,7 @@ def _load_runner(
     rotary = RotaryEmbedding(model_config.hf, model_config.head_dim, device.torch_device)
     max_model_len, length_reason = _max_model_len(config, model_config)
     dummy_seed = config.seed if config.load_format == "dummy" else None
-    model = load_model(directory, model_config, dtype, device.torch_device, dummy_seed)
+    model = load_model(directory, model_config, dtype, device, dummy_seed)
     block_size = config.kvcache_block_size
     layer_shape = (block_size, model_config.num_kv_heads, model_config.head_dim)
 

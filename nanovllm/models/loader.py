@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
-from nanovllm.errors import ConfigError
+from nanovllm.device import Device
+from nanovllm.errors import CapacityError, ConfigError
 from nanovllm.layers.linear import Linear
 from nanovllm.log import get_logger
 from nanovllm.models.config import ModelConfig
@@ -29,7 +30,7 @@ def load_model(
     directory: Path,
     config: ModelConfig,
     dtype: torch.dtype,
-    device: torch.device,
+    device: Device,
     dummy_seed: int | None = None,
 ) -> LlamaForCausalLM:
     """Make the model that `config` describes, with the directory's weights, on `device`.
@@ -43,10 +44,18 @@ def load_model(
 
     Raises:
         ConfigError: a file or tensor is missing, damaged or of the wrong shape; with its name.
+        CapacityError: the weights do not fit in the memory that is free.
     """
     with torch.device("meta"):
         model = model_class(config.architecture)(config)
-    model = model.to(dtype).to_empty(device=device)
+    needed = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    free = device.free_memory_bytes()
+    if needed > free:
+        raise CapacityError(
+            f"the weights need {needed / 2**30:.1f} GiB in {dtype}, and {free / 2**30:.1f} GiB are "
+            f"free on {device.name}"
+        )
+    model = model.to(dtype).to_empty(device=device.torch_device)
     if dummy_seed is not None:
         _draw_weights(model, config, dummy_seed)
     else:

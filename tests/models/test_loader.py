@@ -25,7 +25,9 @@ from tiny_models import (
     prompt_of,
 )
 
-from nanovllm import ConfigError, RequestOutput
+from nanovllm import CapacityError, ConfigError, RequestOutput
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.models.loader import WeightFiles
 
 Tiny = Callable[..., Path]
 Weights = dict[str, torch.Tensor]
@@ -379,3 +381,10 @@ def test_dummy_weights(tiny: Tiny, tmp_path: Path, architecture: str) -> None:
     assert len(first.token_ids) == 12
     assert first.logprobs == again.logprobs
     assert first.logprobs != other.logprobs
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_read(tiny, monkeypatch):
+    monkeypatch.setattr(CpuDevice, "free_memory_bytes", lambda self: 1000)
+    monkeypatch.setattr(WeightFiles, "read", None)
+    with pytest.raises(CapacityError, match=r"weights need .* GiB in torch.float32"):
+        open_llm(tiny())

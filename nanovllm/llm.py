@@ -242,7 +242,7 @@ def _next_piece(index: int, entry: Entry, num_sent: int) -> StreamOutput | None:
         return StreamOutput(index=index, text="", token_ids=[], output=entry)
     finished = entry.status is Status.FINISHED
     failed = entry.finish_reason == "error"
-    token_ids = [] if failed else entry.output_token_ids[num_sent:]
+    token_ids = [] if failed else entry.token_ids[entry.num_prompt_tokens + num_sent :]
     if not token_ids and not finished:
         return None
     text = entry.detokenizer.take() if entry.detokenizer and not failed else ""

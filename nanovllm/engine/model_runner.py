@@ -64,7 +64,8 @@ class ModelRunner:
             prefills=self._segments(step),
             decodes=self._decode_batch(step, tables) if step.decodes else None,
         )
-        return self._logits(tokens, batch, self._sampled_rows(step))
+        rows = self._device.upload(step.sampled_rows, torch.int64)
+        return self._logits(tokens, batch, rows)
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int) -> None:
@@ -149,15 +150,6 @@ class ModelRunner:
             context_lens=tables[:, 0],
             slots=slots,
         )
-
-    def _sampled_rows(self, step: Step) -> torch.Tensor:
-        rows, start = [], 0
-        for seq, num_tokens in step.prefills:
-            start += num_tokens
-            if num_tokens == seq.num_uncomputed_tokens:
-                rows.append(start - 1)
-        rows.extend(range(start, start + len(step.decodes)))
-        return self._device.upload(rows, torch.int64)
 
     def _graph_for(self, num_seqs: int) -> "_DecodeGraph | None":
         size = min((size for size in self._graphs if size >= num_seqs), default=0)

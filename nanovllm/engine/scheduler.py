@@ -25,8 +25,20 @@ class Step:
     @property
     def sampled(self) -> list[Sequence]:
         """Sequences whose last token the step computes, so that a new one follows it."""
-        done = [seq for seq, n in self.prefills if n == seq.num_uncomputed_tokens]
-        return done + self.decodes
+        return [seq for seq, _ in self._sampled_with_rows()]
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """Rows of those last tokens among the step's, in the order of `sampled`."""
+        return [row for _, row in self._sampled_with_rows()]
+
+    def _sampled_with_rows(self) -> list[tuple[Sequence, int]]:
+        sampled, end = [], 0
+        for seq, num_tokens in self.prefills:
+            end += num_tokens
+            if num_tokens == seq.num_uncomputed_tokens:
+                sampled.append((seq, end - 1))
+        return sampled + [(seq, end + i) for i, seq in enumerate(self.decodes)]
 
 
 class Scheduler:

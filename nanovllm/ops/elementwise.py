@@ -67,8 +67,9 @@ def rotate_and_store(
         elementwise.rotate_and_store(heads, key_cache, value_cache, slot_mapping, cos, sin)
     else:
         _rotate_(heads[:, :-num_kv_heads], cos, sin)
-        _store(key_cache, slot_mapping, heads[:, num_q_heads:-num_kv_heads])
-        _store(value_cache, slot_mapping, heads[:, -num_kv_heads:])
+        slots = _slots(slot_mapping)
+        key_cache.flatten(0, 1)[slots] = heads[:, num_q_heads:-num_kv_heads]
+        value_cache.flatten(0, 1)[slots] = heads[:, -num_kv_heads:]
     return heads[:, :num_q_heads]
 
 
@@ -95,10 +96,9 @@ def _rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     second.copy_(rotated_second)
 
 
-def _store(cache: torch.Tensor, slot_mapping: torch.Tensor, values: torch.Tensor) -> None:
-    slots = cache.flatten(0, 1)
+def _slots(slot_mapping: torch.Tensor) -> slice | torch.Tensor:
+    """Return the slots as a slice where they follow each other: copying to one is faster."""
     first, last = slot_mapping[0].item(), slot_mapping[-1].item()
-    if last - first + 1 == len(values) and bool((slot_mapping.diff() == 1).all()):
-        slots[first : last + 1].copy_(values)
-    else:
-        slots.index_copy_(0, slot_mapping.long(), values)
+    if last - first + 1 == len(slot_mapping) and bool((slot_mapping.diff() == 1).all()):
+        return slice(first, last + 1)
+    return slot_mapping.long()

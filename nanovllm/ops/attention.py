@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import torch
 
+from nanovllm.ops import reference
 from nanovllm.ops.backends import AttentionBackend, resolve_backend
 
 
@@ -55,27 +56,21 @@ def merge_attention_outputs(
     """Merge attention over two disjoint sets of keys into attention over their union.
 
     Args:
-        out_a, out_b: `[batch, q_len, num_heads, head_dim]`.
-        lse_a, lse_b: fp32 `[batch, num_heads, q_len]`; `-inf` where a set held no key.
+        out_a, out_b: `[batch, q_len, num_heads, head_dim]`, the last axis contiguous, the other
+            strides free; their dtypes may differ.
+        lse_a, lse_b: fp32 `[batch, num_heads, q_len]` of any strides; `-inf` where a set held no
+            key, and then its output may hold anything, NaN too.
 
     Returns:
-        Output of `out_a`'s dtype and LSE, computed in fp32; a row with no key in either set is 0.
-        Associative and commutative to rounding (FlashAttention, section 3.1, the rescaling of the
-        softmax).
+        Output of `out_a`'s dtype and LSE, computed in fp32; a row with no key in either set is 0,
+        and its LSE `-inf`. Associative and commutative to rounding (FlashAttention, section 3.1,
+        the rescaling of the softmax). Does not synchronise.
     """
-    lse = torch.logaddexp(lse_a, lse_b)
-    finite = torch.where(lse == float("-inf"), 0.0, lse)
+    if out_a.is_cuda:
+        from nanovllm.ops.kernels import merge
 
-    # [batch, q_len, num_heads, 1]
-    def share(part: torch.Tensor) -> torch.Tensor:
-        return (part - finite).exp().transpose(1, 2)[..., None]
-
-    # A set without keys may bring anything, NaN too: its share is 0 and must stay so.
-    def part(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.where(weight > 0, out.float() * weight, 0.0)
-
-    merged = part(out_a, share(lse_a)) + part(out_b, share(lse_b))
-    return merged.to(out_a.dtype), lse
+        return merge.merge_attention_outputs(out_a, lse_a, out_b, lse_b)
+    return reference.merge_attention_outputs(out_a, lse_a, out_b, lse_b)
 
 
 @lru_cache

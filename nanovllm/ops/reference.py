@@ -29,21 +29,50 @@ def attention_with_lse(
     return out.transpose(1, 2).to(query.dtype), lse
 
 
-def paged_decode_attention(
+def merge_attention_outputs(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over two disjoint sets of keys, in fp32. Shapes as in `ops.attention`."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    finite = torch.where(lse == float("-inf"), 0.0, lse)
+
+    # [batch, q_len, num_heads, 1]
+    def share(part: torch.Tensor) -> torch.Tensor:
+        return (part - finite).exp().transpose(1, 2)[..., None]
+
+    # A set without keys may bring anything, NaN too: its share is 0 and must stay so.
+    def part(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.where(weight > 0, out.float() * weight, 0.0)
+
+    merged = part(out_a, share(lse_a)) + part(out_b, share(lse_b))
+    return merged.to(out_a.dtype), lse
+
+
+def paged_decode_attention_with_lse(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     softmax_scale: float,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend one query a sequence to its paged cache. Shapes as in `ops.paged_attention`."""
-    outs = []
+    outs, lses = [], []
     for q, table, length in zip(query, block_tables, context_lens.tolist(), strict=True):
         keys, values = (c[table.long()].flatten(0, 1)[:length] for c in (key_cache, value_cache))
-        out, _ = attention_with_lse(q[None, None], keys[None], values[None], softmax_scale, False)
+        out, lse = attention_with_lse(q[None, None], keys[None], values[None], softmax_scale, False)
         outs.append(out[0, 0])
-    return torch.stack(outs)
+        lses.append(lse[0, :, 0])
+    return torch.stack(outs), torch.stack(lses)
+
+
+def pack_blocks(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """View `[num_tokens, heads, dim]` as head-major blocks `[num_blocks, heads, block_size, dim]`.
+
+    `num_tokens` is a multiple of `block_size`.
+    """
+    num_tokens, num_heads, dim = tokens.shape
+    return tokens.view(num_tokens // block_size, block_size, num_heads, dim).transpose(1, 2)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

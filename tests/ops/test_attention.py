@@ -9,6 +9,7 @@ from op_inputs import (
     DEVICE,
     DTYPES,
     INF,
+    KERNEL_DTYPES,
     LENGTHS,
     NAN,
     make_qkv,
@@ -20,6 +21,13 @@ from tolerances import assert_close, assert_lse_close, relative_rms
 from nanovllm.ops import reference
 from nanovllm.ops.attention import flash_attn_with_lse, merge_attention_outputs
 from nanovllm.ops.backends.torch_attention import TorchAttention
+from nanovllm.ops.kernels import merge as merge_kernel
+
+# The kernel divides by, and takes the logarithm of, the 0 keys of a row that has none.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
+]
 
 # The reference
 
@@ -118,6 +126,24 @@ def test_more_queries_than_keys():
 
 # merge_attention_outputs
 
+MERGES = {
+    "torch": (merge_attention_outputs, CPU),
+    "kernel": (merge_kernel.merge_attention_outputs, DEVICE),
+}
+
+
+@pytest.fixture(params=MERGES)
+def merging(request):
+    return MERGES[request.param]
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fill what `torch.empty` returns with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
 
 def attend_to(qkv, keys):
     """Attend to some of the keys. Without any: what an op that ran over nothing may leave."""
@@ -129,29 +155,33 @@ def attend_to(qkv, keys):
     return out.float(), lse.float()
 
 
-@settings(deadline=None)
+@pytest.mark.parametrize("implementation", MERGES)
+@settings(max_examples=50)
 @given(parts=st.lists(st.integers(0, 2), min_size=1, max_size=24))
-def test_any_split_of_the_keys_merges_to_the_whole(parts):
+def test_any_split_of_the_keys_merges_to_the_whole(implementation, parts):
     """Key i goes to set parts[i]; sets may be empty, in any order of merging."""
+    op, device = MERGES[implementation]
     qkv = make_qkv(3, len(parts), 4, 2, 16)
     truth, truth_lse = truth_of(*qkv, causal=False)
-    a, b, c = (attend_to(qkv, [i for i, p in enumerate(parts) if p == s]) for s in range(3))
+    sets = (attend_to(qkv, [i for i, p in enumerate(parts) if p == s]) for s in range(3))
+    a, b, c = ([t.to(device) for t in each] for each in sets)
 
     def merge(left, right):
-        return merge_attention_outputs(*left, *right)
+        return op(*left, *right)
 
     for out, lse in (merge(merge(a, b), c), merge(a, merge(b, c)), merge(merge(c, a), b)):
-        assert_close(out, truth)
-        assert_lse_close(lse, truth_lse, torch.float32)
+        assert_close(out.cpu(), truth)
+        assert_lse_close(lse.cpu(), truth_lse, torch.float32)
 
 
-def test_sets_empty_for_some_rows():
+def test_sets_empty_for_some_rows(merging):
     """A row without keys on one side is the other side's; without any it is 0."""
-    out_a, out_b = randn(1, 3, 2, 16, seed=1), randn(1, 3, 2, 16, seed=2)
-    lse_a = torch.tensor([[[1.0, -INF, -INF], [1.0, 2.0, -INF]]], device=DEVICE)
-    lse_b = torch.tensor([[[-INF, 0.5, -INF], [-INF, -INF, -INF]]], device=DEVICE)
+    op, device = merging
+    out_a, out_b = (randn(1, 3, 2, 16, seed=seed, device=device) for seed in (1, 2))
+    lse_a = torch.tensor([[[1.0, -INF, -INF], [1.0, 2.0, -INF]]], device=device)
+    lse_b = torch.tensor([[[-INF, 0.5, -INF], [-INF, -INF, -INF]]], device=device)
     out_a[:, 1, 0] = out_a[:, 2] = out_b[:, 0] = out_b[:, 1, 1] = out_b[:, 2] = NAN
-    out, lse = merge_attention_outputs(out_a, lse_a, out_b, lse_b)
+    out, lse = op(out_a, lse_a, out_b, lse_b)
     assert torch.equal(lse, torch.maximum(lse_a, lse_b))
     assert torch.equal(out[:, 0], out_a[:, 0])
     assert torch.equal(out[:, 1, 0], out_b[:, 1, 0])
@@ -160,11 +190,12 @@ def test_sets_empty_for_some_rows():
 
 
 @pytest.mark.parametrize("far", [1e4, -1e4])
-def test_far_apart_lse(far):
+def test_far_apart_lse(merging, far):
     """Neither exponential overflows; the side with the greater LSE wins."""
-    outs = randn(1, 3, 2, 16, seed=1), randn(1, 3, 2, 16, seed=2)
-    lse = torch.zeros(1, 2, 3, device=DEVICE)
-    out, merged = merge_attention_outputs(outs[0], lse + far, outs[1], lse)
+    op, device = merging
+    outs = [randn(1, 3, 2, 16, seed=seed, device=device) for seed in (1, 2)]
+    lse = torch.zeros(1, 2, 3, device=device)
+    out, merged = op(outs[0], lse + far, outs[1], lse)
     assert torch.equal(out, outs[0 if far > 0 else 1])
     assert torch.equal(merged, lse + max(far, 0))
 
@@ -177,3 +208,62 @@ def test_merged_dtype(dtype):
     out, lse = merge_attention_outputs(out_a.to(dtype), lse_a, out_b.to(dtype), lse_b)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     assert_close(out, truth_of(*qkv, causal=False)[0])
+
+
+def make_parts(batch, q_len, heads, dim, device):
+    """Return fp32 outputs and LSEs of two sets of keys, and what they merge to, in fp64."""
+    outs = [randn(batch, q_len, heads, dim, seed=i, device=device) for i in range(2)]
+    lses = [3 * randn(batch, heads, q_len, seed=2 + i, device=device) for i in range(2)]
+    lse = torch.stack(lses).double()
+    # [2, batch, q_len, num_heads, 1]
+    shares = lse.softmax(0).transpose(2, 3)[..., None]
+    return outs, lses, (lambda a, b: shares[0] * a + shares[1] * b), lse.logsumexp(0)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dim", [16, 17, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype_a", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype_b", KERNEL_DTYPES, ids=str)
+def test_merge_dims_and_dtypes(merging, dim, dtype_a, dtype_b):
+    """Either side may be in another dtype; rows neither fill a program nor one program alone."""
+    op, device = merging
+    outs, lses, merge, truth_lse = make_parts(2, 13, 5, dim, device)
+    a, b = outs[0].to(dtype_a), outs[1].to(dtype_b)
+    out, lse = op(a, lses[0], b, lses[1])
+    assert out.dtype == dtype_a
+    assert_close(out, merge(a.double(), b.double()))
+    assert_lse_close(lse, truth_lse, torch.float32)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("q_len", [1, 7])
+def test_merge_of_views(merging, q_len):
+    """Each input has strides of its own, amid poison."""
+    op, device = merging
+    outs, lses, merge, truth_lse = make_parts(2, q_len, 3, 32, device)
+
+    def view(tensor, order, last):
+        """Return `tensor` as a view of a wider one, whose axes lie in `order`."""
+        shape = [tensor.shape[axis] + (last if axis == 3 else 2) for axis in order]
+        wide = torch.full(shape, NAN, device=device)
+        inverse = [order.index(axis) for axis in range(tensor.dim())]
+        inside = wide.permute(inverse)[tuple(slice(0, n) for n in tensor.shape)]
+        return inside.copy_(tensor)
+
+    inputs = (
+        view(outs[0], (0, 2, 1, 3), 0),
+        view(lses[0], (0, 2, 1), 0),
+        view(outs[1], (1, 0, 2, 3), 32),
+        view(lses[1], (2, 1, 0), 0),
+    )
+    assert len({t.stride() for t in inputs[::2]}) == len({t.stride() for t in inputs[1::2]}) == 2
+    out, lse = op(*inputs)
+    assert_close(out, merge(*(t.double() for t in outs)))
+    assert_lse_close(lse, truth_lse, torch.float32)
+
+
+def test_merge_of_nothing(merging):
+    op, device = merging
+    out, lse = torch.empty(2, 0, 3, 16, device=device), torch.empty(2, 3, 0, device=device)
+    merged, merged_lse = op(out, lse, out, lse)
+    assert (merged.shape, merged_lse.shape) == (out.shape, lse.shape)

@@ -22,8 +22,9 @@ def _decode_split_kernel(
     table_stride,
     length_stride,
     q_stride,
-    token_stride,
     block_stride,
+    token_stride,
+    head_stride,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -63,8 +64,8 @@ def _decode_split_kernel(
             mask=visible,
             other=0,
         ).to(tl.int64)
-        offsets = block * block_stride + (tokens % BLOCK_SIZE) * token_stride + kv_head * DIM
-        pointers = offsets[:, None] + dims[None, :]
+        offsets = block * block_stride + (tokens % BLOCK_SIZE).to(tl.int64) * token_stride
+        pointers = (offsets + kv_head.to(tl.int64) * head_stride)[:, None] + dims[None, :]
         kv_inside = visible[:, None] & (dims < DIM)[None, :]
         k = tl.load(k_ptr + pointers, mask=kv_inside, other=0.0)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
@@ -89,18 +90,24 @@ def _decode_split_kernel(
 @triton.jit
 def _merge_splits_kernel(
     part_ptr,
-    lse_ptr,
+    part_lse_ptr,
     out_ptr,
+    lse_ptr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    STORE_LSE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, DIM_PAD)
-    lse = tl.load(lse_ptr + row * NUM_SPLITS + splits)
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    weights = weights / tl.sum(weights, 0)
+    part_lse = tl.load(part_lse_ptr + row * NUM_SPLITS + splits)
+    peak = tl.max(part_lse, 0)
+    # Without keys every weight is 0, and so is the output.
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(part_lse - peak)
+    total = tl.sum(weights, 0)
+    weights = weights / tl.where(total > 0, total, 1.0)
     parts = tl.load(
         part_ptr + (row * NUM_SPLITS + splits)[:, None] * DIM + dims[None, :],
         mask=(dims < DIM)[None, :],
@@ -108,6 +115,8 @@ def _merge_splits_kernel(
     )
     out = tl.sum(parts * weights[:, None], 0)
     tl.store(out_ptr + row * DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < DIM)
+    if STORE_LSE:
+        tl.store(lse_ptr + row, (peak + tl.log2(total)) * 0.6931471805599453)  # ln(2)
 
 
 def num_splits(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
@@ -117,6 +126,71 @@ def num_splits(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
     """
     wanted = _PROGRAMS_PER_SM * num_sms // (num_seqs * num_kv_heads)
     return min(_MAX_SPLITS, 1 << max(0, wanted - 1).bit_length())
+
+
+def _launch(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    context_lens,
+    softmax_scale,
+    splits,
+    with_lse,
+    block_size=None,
+):
+    num_seqs, num_q_heads, dim = query.shape
+    num_kv_heads = key_cache.shape[2]
+    group = num_q_heads // num_kv_heads
+    if splits is None:
+        splits = num_splits(num_seqs, num_kv_heads, _num_sms(query.device))
+    parts = torch.empty(
+        num_seqs, num_q_heads, splits, dim, dtype=torch.float32, device=query.device
+    )
+    part_lse = torch.empty(num_seqs, num_q_heads, splits, dtype=torch.float32, device=query.device)
+    out = torch.empty(num_seqs, num_q_heads, dim, dtype=query.dtype, device=query.device)
+    lse = None
+    if with_lse:
+        lse = torch.empty(num_seqs, num_q_heads, dtype=torch.float32, device=query.device)
+    dim_pad = max(16, triton.next_power_of_2(dim))
+    _decode_split_kernel[(num_seqs, num_kv_heads, splits)](
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        parts,
+        part_lse,
+        softmax_scale * 1.4426950408889634,  # log2(e): the kernel works in powers of two
+        block_tables.stride(0),
+        context_lens.stride(0),
+        query.stride(0),
+        *key_cache.stride()[:3],
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        DIM_PAD=dim_pad,
+        BLOCK_SIZE=block_size or key_cache.shape[1],
+        TILE=_TILE,
+        NUM_SPLITS=splits,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        # Three tiles of keys and values in flight, where shared memory has room for them.
+        num_stages=3 if dim_pad * query.dtype.itemsize <= 512 else 1,
+    )
+    _merge_splits_kernel[(num_seqs * num_q_heads,)](
+        parts,
+        part_lse,
+        out,
+        lse,
+        DIM=dim,
+        DIM_PAD=dim_pad,
+        NUM_SPLITS=splits,
+        STORE_LSE=with_lse,
+        num_warps=1,
+    )
+    return out, lse
 
 
 def paged_decode_attention(
@@ -129,48 +203,38 @@ def paged_decode_attention(
     splits: int | None = None,
 ) -> torch.Tensor:
     """See `ops.paged_attention.paged_decode_attention`. `splits`: a power of two, or chosen."""
-    num_seqs, num_q_heads, dim = query.shape
-    _, block_size, num_kv_heads, _ = key_cache.shape
-    group = num_q_heads // num_kv_heads
-    if splits is None:
-        splits = num_splits(num_seqs, num_kv_heads, _num_sms(query.device))
-    parts = torch.empty(
-        num_seqs, num_q_heads, splits, dim, dtype=torch.float32, device=query.device
+    caches = (key_cache, value_cache)
+    return _launch(query, *caches, block_tables, context_lens, softmax_scale, splits, False)[0]
+
+
+def paged_decode_attention_with_lse(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    softmax_scale: float,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.paged_attention.paged_decode_attention_with_lse`. `splits`: as above."""
+    caches = (key_cache, value_cache)
+    return _launch(query, *caches, block_tables, context_lens, softmax_scale, splits, True)
+
+
+def decode_attention_with_lse(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    softmax_scale: float,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.paged_attention.decode_attention_with_lse`. `splits`: as above."""
+    table = torch.zeros(1, 1, dtype=torch.int32, device=query.device)
+    length = torch.full((1,), len(keys), dtype=torch.int32, device=query.device)
+    # One block that has room for any length: its size is a constant of the compiled kernel.
+    return _launch(
+        query, keys[None], values[None], table, length, softmax_scale, splits, True, 1 << 30
     )
-    lse = torch.empty(num_seqs, num_q_heads, splits, dtype=torch.float32, device=query.device)
-    out = torch.empty(num_seqs, num_q_heads, dim, dtype=query.dtype, device=query.device)
-    dim_pad = max(16, triton.next_power_of_2(dim))
-    _decode_split_kernel[(num_seqs, num_kv_heads, splits)](
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        context_lens,
-        parts,
-        lse,
-        softmax_scale * 1.4426950408889634,  # log2(e): the kernel works in powers of two
-        block_tables.stride(0),
-        context_lens.stride(0),
-        query.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
-        DIM=dim,
-        DIM_PAD=dim_pad,
-        BLOCK_SIZE=block_size,
-        TILE=_TILE,
-        NUM_SPLITS=splits,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        # Three tiles of keys and values in flight, where shared memory has room for them.
-        num_stages=3 if dim_pad * query.dtype.itemsize <= 512 else 1,
-    )
-    _merge_splits_kernel[(num_seqs * num_q_heads,)](
-        parts, lse, out, DIM=dim, DIM_PAD=dim_pad, NUM_SPLITS=splits, num_warps=1
-    )
-    return out
 
 
 def _num_sms(device: torch.device) -> int:

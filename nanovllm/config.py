@@ -10,6 +10,7 @@ from nanovllm.kvcache.sparse.registry import SparsePolicyType, parse_policy_type
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+PrefillOrder = Literal["auto", "layer", "chunk"]
 AttentionBackendName = Literal["auto", "fa4", "fa2", "cudnn", "flash", "torch"]
 
 
@@ -33,11 +34,12 @@ class Config:
     """Most tokens that one step computes, so the length of a prefill chunk; >= 1."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that weights, activations and KV cache may take; in (0, 1]."""
-    kvcache_block_size: int = 256
-    """Tokens in a KV block, the unit of allocation and prefix caching; a multiple of 16."""
+    kvcache_block_size: int | None = None
+    """Tokens in a KV block, the unit of allocation, prefix caching and transfer. None: 256, a
+    multiple of 16 otherwise; with offload 1024, a multiple of 128 otherwise."""
     num_kvcache_blocks: int | None = None
     """KV blocks in the pool. None (or -1): what memory allows, on a CPU a quarter of what is
-    free."""
+    free. With offload the pool is in host memory, see `cpu_memory_gb`."""
     enforce_eager: bool = False
     """Whether to run decode steps without CUDA graphs."""
     tensor_parallel_size: int = 1
@@ -53,6 +55,22 @@ class Config:
     """Whether requests that begin alike share the KV blocks of what they share."""
     sparse_policy: SparsePolicyType = SparsePolicyType.FULL
     """Which attention is computed: a `SparsePolicyType` or its name in any case."""
+    enable_offload: bool = False
+    """Whether the KV cache lies in host memory and passes through a ring of slots on the device.
+    Requests then run one at a time."""
+    cpu_memory_gb: float | None = None
+    """GiB of host memory that the KV cache may grow to, with offload; > 0. None: half of what is
+    free."""
+    num_gpu_blocks: int | None = None
+    """Slots of the ring, each of one KV block of one layer, with offload; >= 2. None: slots for
+    65,536 tokens, fewer where requests are short."""
+    prefill_order: PrefillOrder = "auto"
+    """With offload, the order of a prompt longer than `max_num_batched_tokens`. `layer`: all its
+    chunks in a layer before the next layer, which reads nothing back from the host and keeps the
+    prompt's hidden states on the device. `chunk`: all layers of a chunk before the next chunk.
+    `auto`: `layer` if it fits."""
+    enable_nvtx: bool = False
+    """Whether a profiler is shown each layer and chunk by name, with offload."""
 
     def __post_init__(self) -> None:
         def normalise(name: str, value: object) -> None:
@@ -64,23 +82,29 @@ class Config:
         normalise("sparse_policy", parse_policy_type(self.sparse_policy))
         if self.num_kvcache_blocks == -1:
             normalise("num_kvcache_blocks", None)
+        if self.kvcache_block_size is None:
+            normalise("kvcache_block_size", 1024 if self.enable_offload else 256)
         _one_of("dtype", self.dtype, get_args(DType))
         _one_of("load_format", self.load_format, get_args(LoadFormat))
+        _one_of("prefill_order", self.prefill_order, get_args(PrefillOrder))
         _one_of("attention_backend", self.attention_backend, get_args(AttentionBackendName))
         for name in ("max_num_seqs", "max_num_batched_tokens", "kvcache_block_size"):
             _at_least_one(name, getattr(self, name))
         for name in ("max_model_len", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
-        if self.kvcache_block_size % 16:
+        unit = 128 if self.enable_offload else 16
+        if self.block_size % unit:
             raise ConfigError(
-                f"kvcache_block_size={self.kvcache_block_size} is not a multiple of 16"
+                f"kvcache_block_size={self.block_size} is not a multiple of {unit}"
+                + (", as offload needs" if self.enable_offload else "")
             )
-        for name in ("enforce_eager", "enable_prefix_caching"):
+        for name in ("enforce_eager", "enable_prefix_caching", "enable_offload", "enable_nvtx"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not True or False")
         if not isinstance(self.seed, int):
             raise ConfigError(f"seed={self.seed!r} is not an integer")
+        self._check_offload()
         share = self.gpu_memory_utilization
         if not (isinstance(share, (int, float)) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization={share!r} is not a number in (0, 1]")
@@ -90,6 +114,26 @@ class Config:
             )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r} is none of auto, cpu, cuda, cuda:N")
+
+    @property
+    def block_size(self) -> int:
+        """`kvcache_block_size`, with its default in place."""
+        assert self.kvcache_block_size is not None
+        return self.kvcache_block_size
+
+    def _check_offload(self) -> None:
+        slots, gib = self.num_gpu_blocks, self.cpu_memory_gb
+        if slots is not None:
+            _at_least_one("num_gpu_blocks", slots)
+            if slots < 2:
+                raise ConfigError("num_gpu_blocks=1: one slot loads while another is read, so >= 2")
+        if gib is not None and not (
+            isinstance(gib, (int, float)) and not isinstance(gib, bool) and gib >= 0
+        ):
+            raise ConfigError(f"cpu_memory_gb={gib!r} is not a number > 0")
+        for name in ("num_gpu_blocks", "cpu_memory_gb"):
+            if getattr(self, name) is not None and not self.enable_offload:
+                raise ConfigError(f"{name} is for a KV cache in host memory: enable_offload=True")
 
     @classmethod
     def from_options(cls, model: object, options: dict[str, Any]) -> "Config":

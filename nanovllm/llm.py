@@ -12,7 +12,7 @@ from nanovllm.engine.scheduler import Step
 from nanovllm.engine.sequence import Sequence as Request
 from nanovllm.engine.sequence import Status
 from nanovllm.engine.text import Message
-from nanovllm.errors import ConfigError
+from nanovllm.errors import CapacityError, ConfigError
 from nanovllm.log import get_logger
 from nanovllm.metrics.throughput import Throughput
 from nanovllm.outputs import RequestOutput, StreamOutput
@@ -140,6 +140,24 @@ class LLM:
         finally:
             self._abort(entries)
 
+    def stats(self) -> dict[str, Any]:
+        """Return what the KV cache takes and moved since the start or `reset_stats`.
+
+        Waits for the device. Keys:
+            transfers: with offload, for each phase (`prefill`, `decode`): `h2d` and `d2h`, to the
+                device and back, each with `num_copies`, `key_bytes` and `value_bytes`; and
+                `wait_ms`, how long the compute stream waited for copies to the device. On a CPU
+                copies are done by the computing thread and are no waits. Empty without offload.
+            kv_device_bytes, kv_host_bytes: memory that the KV cache takes now, buffers included.
+            peak_device_bytes: most memory in use on the device; on a CPU, by the process.
+            num_preemptions: how often a request had to compute its tokens again.
+        """
+        return self.engine.stats()
+
+    def reset_stats(self) -> None:
+        """Let copies, waits and peak memory be counted anew."""
+        self.engine.reset_stats()
+
     def close(self) -> None:
         """Free the model and its KV cache. Only `close` may be called afterwards."""
         self.engine.close()
@@ -192,7 +210,7 @@ class LLM:
             try:
                 token_ids = encode(*arguments)
                 entries.append(self.engine.add_request(token_ids, p, streaming))
-            except ConfigError as error:
+            except (ConfigError, CapacityError) as error:
                 logger.warning("prompt %d refused: %s", index, error)
                 entries.append(_refused(len(token_ids), str(error)))
 

@@ -64,6 +64,13 @@ INVALID = [
     ("enable_prefix_caching", 1),
     ("sparse_policy", "dense"),
     ("sparse_policy", None),
+    ("enable_offload", 1),
+    ("cpu_memory_gb", -1),
+    ("cpu_memory_gb", "8"),
+    ("num_gpu_blocks", 1),
+    ("num_gpu_blocks", 2.0),
+    ("prefill_order", "layers"),
+    ("enable_nvtx", "yes"),
 ]
 
 

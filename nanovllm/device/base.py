@@ -1,5 +1,6 @@
 """What the engine asks of a device."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,13 +8,20 @@ from typing import Any
 
 import torch
 
+from nanovllm.device.hazards import HOST, CheckedStream, StreamOrder
+from nanovllm.device.host import HostMemory
+from nanovllm.device.stream import Span, Stream
 from nanovllm.errors import ConfigError
 
 Replay = Callable[[], None]
 
 
 class Device(ABC):
-    """A device that computes. Everything above it is the same code for CUDA and CPU."""
+    """A device that computes. Everything above it is the same code for CUDA and CPU.
+
+    With `NANOVLLM_CHECK_STREAMS=1` in the environment every access to a shared buffer is checked
+    for its order (`hazards`), and buffers whose content is wanted no more are poisoned.
+    """
 
     torch_device: torch.device
     name: str
@@ -25,9 +33,63 @@ class Device(ABC):
     records_graphs: bool
     """Whether `capture` works: work can be recorded once and replayed without launching it."""
 
-    @abstractmethod
+    compute_stream: Stream
+    """Where all kernels run."""
+
+    def __init__(self) -> None:
+        checked = os.environ.get("NANOVLLM_CHECK_STREAMS") == "1"
+        self._order = StreamOrder() if checked else None
+
     def active(self) -> AbstractContextManager[Any]:
-        """Return a context in which new work goes to this device, whatever was current before."""
+        """Return a context in which kernels go to this device's `compute_stream`.
+
+        Whatever was current before; entered once for a whole step.
+        """
+        return self.compute_stream.entered()
+
+    def new_stream(self, name: str) -> Stream:
+        """Return a stream for copies. Names of a device's streams differ."""
+        stream = self._make_stream(name)
+        return CheckedStream(stream, self._order, self._poison) if self._order else stream
+
+    def touch(self, *, reads: Span | None = None, writes: Span | None = None) -> None:
+        """Say which buffers the kernels launched next use. Does nothing unless order is checked.
+
+        Raises:
+            HazardError: the current stream has not waited for the last use of a buffer.
+        """
+        if self._order is not None:
+            name = self._current_stream_name()
+            self._order.access(name, [reads] if reads else (), [writes] if writes else ())
+
+    def host_reads(self, span: Span) -> None:
+        """Say which buffers the host is about to read, like `touch`."""
+        if self._order is not None:
+            self._order.access(HOST, reads=[span])
+
+    @abstractmethod
+    def _make_stream(self, name: str) -> Stream:
+        """Return a new stream without checks."""
+
+    @abstractmethod
+    def _current_stream_name(self) -> str:
+        """Return the name of the stream that kernels go to."""
+
+    @abstractmethod
+    def _poison(self, stream: Stream, tensor: torch.Tensor) -> None:
+        """Fill a tensor with NaN, not later than at this point of `stream`."""
+
+    @abstractmethod
+    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostMemory:
+        """Return main memory for asynchronous copies, its content undefined.
+
+        Takes about a second for a few GiB; may be called from any thread. Memory that the system
+        refuses to pin comes back unpinned.
+        """
+
+    @abstractmethod
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context that a profiler shows by name: NVTX on CUDA, PyTorch's on a CPU."""
 
     @abstractmethod
     def free_memory_bytes(self) -> int:
@@ -40,6 +102,17 @@ class Device(ABC):
     @abstractmethod
     def peak_memory_bytes(self, run: Callable[[], Any]) -> int:
         """Call `run` and return the most bytes that were allocated meanwhile, beyond before."""
+
+    @abstractmethod
+    def max_memory_bytes(self) -> int:
+        """Return the most bytes in use since the start or `reset_max_memory`.
+
+        On a CPU that is the memory of the whole process, since its start.
+        """
+
+    @abstractmethod
+    def reset_max_memory(self) -> None:
+        """Let `max_memory_bytes` begin anew."""
 
     @abstractmethod
     def release_cached_memory(self) -> None:

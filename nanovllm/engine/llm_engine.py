@@ -4,6 +4,7 @@ import gc
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from nanovllm.engine.sampler import Sampled, Sampler
 from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.text import PromptEncoder, end_token_ids, load_tokenizer
-from nanovllm.errors import ConfigError
+from nanovllm.errors import CapacityError, ConfigError
 from nanovllm.log import get_logger
 from nanovllm.models.config import load_model_config
 from nanovllm.outputs import FinishReason
@@ -49,12 +50,12 @@ class LLMEngine:
         self.max_model_len, self._length_reason = loaded.max_model_len, loaded.length_reason
         self.dtype, self.backend_name = loaded.dtype, loaded.backend_name
         self._scheduler = Scheduler(
-            BlockManager(
-                loaded.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
-            ),
-            config.max_num_seqs,
+            BlockManager(loaded.num_blocks, config.block_size, config.enable_prefix_caching),
+            min(config.max_num_seqs, loaded.max_num_seqs),
             config.max_num_batched_tokens,
+            loaded.max_whole_prefill_tokens,
         )
+        self._max_whole_prefill_tokens = loaded.max_whole_prefill_tokens
 
     def add_request(
         self, token_ids: list[int], params: SamplingParams, streaming: bool = False
@@ -63,6 +64,7 @@ class LLMEngine:
 
         Raises:
             ConfigError: the prompt leaves no room for an answer.
+            CapacityError: it is too long for the `prefill_order` asked for.
             RuntimeError: the engine is closed.
         """
         if self._closed:
@@ -71,6 +73,12 @@ class LLMEngine:
             raise ConfigError(
                 f"the prompt has {len(token_ids)} tokens, but prompt and answer together may have "
                 f"{self.max_model_len}: {self._length_reason}"
+            )
+        longest = self._max_whole_prefill_tokens
+        if self.config.prefill_order == "layer" and len(token_ids) > longest:
+            raise CapacityError(
+                f"prefill_order='layer': the prompt has {len(token_ids)} tokens, and the device "
+                f"has room for the hidden states of {longest}. Use prefill_order='auto'"
             )
         seq_id, self._next_id = self._next_id, self._next_id + 1
         # As texts: integers of opposite sign would seed alike.
@@ -134,6 +142,19 @@ class LLMEngine:
         """KV blocks that no sequence uses."""
         return self._scheduler.block_manager.num_free_blocks
 
+    def stats(self) -> dict[str, Any]:
+        """Return what `LLM.stats` documents. Waits for the device."""
+        self.device.synchronize()
+        return self._runner.stats() | {
+            "peak_device_bytes": self.device.max_memory_bytes(),
+            "num_preemptions": self.num_preemptions,
+        }
+
+    def reset_stats(self) -> None:
+        """Let copies, waits and peak memory be counted anew."""
+        self._runner.reset_stats()
+        self.device.reset_max_memory()
+
     def close(self) -> None:
         """Give back the model and its cache. Once closed, closing again does nothing."""
         if self._closed:
@@ -141,6 +162,7 @@ class LLMEngine:
         self._closed = True
         for seq in self._scheduler.sequences:
             self.abort(seq)
+        self._runner.close()
         del self._runner
         gc.collect()
         with self.device.active():

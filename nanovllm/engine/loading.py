@@ -1,7 +1,7 @@
 """From a model directory to a runner: device, weights, memory plan, cache, in that order."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -11,17 +11,24 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine.memory_plan import plan_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.offload_plan import plan_offload, plan_whole_prefill
+from nanovllm.engine.offload_runner import OffloadRunner
+from nanovllm.engine.runner import Runner
 from nanovllm.engine.sampler import Sampler
 from nanovllm.engine.scheduler import Step
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import CapacityError, ConfigError
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.resident import ResidentKVCache
+from nanovllm.kvcache.sparse.policy import SparsePolicy
 from nanovllm.kvcache.sparse.registry import create_policy
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.log import get_logger
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.loader import load_model
-from nanovllm.ops.backends import resolve_backend
+from nanovllm.ops.backends import AttentionBackend, resolve_backend
 from nanovllm.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
@@ -31,15 +38,31 @@ logger = get_logger(__name__)
 class LoadedModel:
     """A runner, and what its making decided."""
 
-    runner: ModelRunner
+    runner: Runner
+    backend_name: str
+    dtype: torch.dtype
     num_blocks: int
     """KV blocks of its cache."""
     max_model_len: int
     """Most tokens of one sequence."""
     length_reason: str
     """What bounds `max_model_len`, and how to raise it if one can."""
-    dtype: torch.dtype
-    backend_name: str
+    max_num_seqs: int
+    """Most sequences of a step."""
+    max_whole_prefill_tokens: int = 0
+    """Most tokens of a prefill that one step computes, layer-major, whatever its budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What every runner is made of."""
+
+    model: LlamaForCausalLM
+    rotary: RotaryEmbedding
+    policy: SparsePolicy
+    backend: AttentionBackend
+    device: Device
+    layout: KVLayout
 
 
 def load_runner(
@@ -74,61 +97,131 @@ def _load_runner(
     max_model_len, length_reason = _max_model_len(config, model_config)
     dummy_seed = config.seed if config.load_format == "dummy" else None
     model = load_model(directory, model_config, dtype, device, dummy_seed)
-    block_size = config.kvcache_block_size
-    layer_shape = (block_size, model_config.num_kv_heads, model_config.head_dim)
+    layout = KVLayout(
+        model_config.num_layers,
+        config.block_size,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        dtype,
+    )
+    parts = _Parts(model, rotary, policy, backend, device, layout)
+    make = _make_offloaded if config.enable_offload else _make_resident
+    return make(config, parts, max_model_len, length_reason)
+
+
+def _make_resident(
+    config: Config, parts: _Parts, max_model_len: int, length_reason: str
+) -> LoadedModel:
+    device, layout = parts.device, parts.layout
 
     def make_runner(num_blocks: int) -> ModelRunner:
-        cache = ResidentKVCache(
-            model_config.num_layers, num_blocks, *layer_shape, dtype, device.torch_device
+        return ModelRunner(
+            parts.model,
+            parts.rotary,
+            ResidentKVCache(layout, num_blocks, device.torch_device),
+            parts.policy,
+            parts.backend,
+            device,
+            max_model_len,
         )
-        return ModelRunner(model, rotary, cache, policy, backend, device, max_model_len)
 
-    block_bytes = ResidentKVCache.block_bytes(model_config.num_layers, *layer_shape, dtype)
-    step_bytes = _measure_largest_step(config, device, make_runner, max_model_len)
-    num_blocks = plan_kv_cache(config, device, block_bytes, max_model_len, step_bytes)
-    if num_blocks * block_size < max_model_len:
+    # The largest step is the last chunk of the longest prompt, whose history lies in scattered
+    # blocks and is gathered. The history's blocks stand for each other.
+    num_tokens = min(config.max_num_batched_tokens, max_model_len)
+    num_blocks = layout.num_blocks_for(num_tokens)
+    many = min(config.max_num_seqs, config.max_num_batched_tokens)
+    seq = _probe_sequence(max_model_len)
+    seq.num_computed_tokens = max_model_len - num_tokens
+    seq.block_table = [
+        i % num_blocks for i in reversed(range(layout.num_blocks_for(max_model_len)))
+    ]
+    probe = make_runner(num_blocks)
+    step_bytes = device.peak_memory_bytes(partial(_run, probe, device, seq, num_tokens, many))
+    del probe
+
+    num_blocks = plan_kv_cache(config, device, layout.block_bytes, max_model_len, step_bytes)
+    capacity = num_blocks * layout.block_size
+    if capacity < max_model_len:
         logger.warning(
             "max_model_len %d is bounded to the %d tokens that the KV cache holds",
             max_model_len,
-            num_blocks * block_size,
+            capacity,
         )
-        max_model_len = num_blocks * block_size
+        max_model_len = capacity
         length_reason = (
-            f"the KV cache has {num_blocks} blocks of {block_size} tokens; free memory, or raise "
-            "num_kvcache_blocks"
+            f"the KV cache has {num_blocks} blocks of {layout.block_size} tokens; free memory, or "
+            "raise num_kvcache_blocks"
         )
     runner = make_runner(num_blocks)
     if device.records_graphs and not config.enforce_eager:
         runner.capture_graphs(min(config.max_num_seqs, num_blocks))
-    return LoadedModel(runner, num_blocks, max_model_len, length_reason, dtype, backend.name)
+    return LoadedModel(
+        runner=runner,
+        backend_name=parts.backend.name,
+        dtype=layout.dtype,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        length_reason=length_reason,
+        max_num_seqs=config.max_num_seqs,
+    )
 
 
-def _measure_largest_step(
-    config: Config,
-    device: Device,
-    make_runner: Callable[[int], ModelRunner],
-    max_model_len: int,
-) -> int:
-    """Return the bytes that the largest step takes beside weights and cache.
+def _make_offloaded(
+    config: Config, parts: _Parts, max_model_len: int, length_reason: str
+) -> LoadedModel:
+    device, layout = parts.device, parts.layout
+    plan = plan_offload(config, device, layout, max_model_len, length_reason)
+    engine = OffloadEngine(device, layout, plan.num_host_blocks, plan.num_slots, plan.num_staging)
+    runner = OffloadRunner(
+        parts.model,
+        parts.rotary,
+        engine,
+        parts.policy,
+        parts.backend,
+        device,
+        config.max_num_batched_tokens,
+        config.enable_nvtx,
+    )
+    # The largest step is a chunk whose history comes from the host and is merged; one block of
+    # history will do, since what holds more is there already.
+    num_tokens = min(config.max_num_batched_tokens, plan.max_model_len)
+    num_history = min(layout.block_size, plan.max_model_len - num_tokens)
+    seq = _probe_sequence(num_history + num_tokens)
+    seq.block_table = list(range(layout.num_blocks_for(seq.num_tokens)))
 
-    That is the last chunk of the longest prompt, whose history lies in scattered blocks and is
-    gathered; then sampling with every filter. The history's blocks stand for each other.
-    """
-    num_tokens = min(config.max_num_batched_tokens, max_model_len)
-    num_blocks = -(-num_tokens // config.kvcache_block_size)
+    def run_both() -> None:
+        for count in filter(None, (num_history, num_tokens)):
+            _run(runner, device, seq, count, many=1)
+            seq.num_computed_tokens += count
+
+    step_bytes = device.peak_memory_bytes(run_both)
+    runner.reset_stats()
+    hidden_bytes = parts.model.config.hidden_size * layout.dtype.itemsize
+    return LoadedModel(
+        runner=runner,
+        backend_name=parts.backend.name,
+        dtype=layout.dtype,
+        num_blocks=plan.num_host_blocks,
+        max_model_len=plan.max_model_len,
+        length_reason=plan.length_reason,
+        max_num_seqs=1,
+        max_whole_prefill_tokens=plan_whole_prefill(
+            config, device, layout, hidden_bytes, step_bytes
+        ),
+    )
+
+
+def _probe_sequence(num_tokens: int) -> Sequence:
+    """Return a sequence whose sampling uses every filter."""
     params = SamplingParams(top_p=0.5, repetition_penalty=1.1)
-    seq = Sequence(0, [0] * max_model_len, params, None, Random(0), 0.0)
-    seq.num_computed_tokens = max_model_len - num_tokens
-    table_len = -(-max_model_len // config.kvcache_block_size)
-    seq.block_table = [i % num_blocks for i in reversed(range(table_len))]
-    many = min(config.max_num_seqs, config.max_num_batched_tokens)
-    runner, sampler = make_runner(num_blocks), Sampler(device)
+    return Sequence(0, [0] * num_tokens, params, None, Random(0), 0.0)
 
-    def run_largest_step() -> None:
-        logits = runner.run(Step(prefills=[(seq, num_tokens)]))
-        sampler.sample(logits.expand(many, -1).clone(), [seq] * many)
 
-    return device.peak_memory_bytes(run_largest_step)
+def _run(runner: Runner, device: Device, seq: Sequence, num_tokens: int, many: int) -> None:
+    """Compute the next tokens of a sequence, and sample as if it stood for `many`."""
+    logits = runner.run(Step(prefills=[(seq, num_tokens)]))
+    if len(logits):
+        Sampler(device).sample(logits.expand(many, -1).clone(), [seq] * many)
 
 
 def _dtype(config: Config, model_config: ModelConfig, device: Device) -> torch.dtype:

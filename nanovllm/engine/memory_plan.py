@@ -43,17 +43,17 @@ def plan_kv_cache(
         budget = int(total * config.gpu_memory_utilization) - used - activation_bytes
     if budget < block_bytes:
         raise CapacityError(
-            f"no room for the KV cache: one block of {config.kvcache_block_size} tokens needs "
+            f"no room for the KV cache: one block of {config.block_size} tokens needs "
             f"{block_bytes / _MIB:.0f} MiB and {max(0, budget) / _MIB:.0f} MiB are left of "
             f"{free / _MIB:.0f} MiB free. Free memory, or lower max_num_batched_tokens, "
             "max_num_seqs or kvcache_block_size, or raise gpu_memory_utilization."
         )
-    most_useful = config.max_num_seqs * -(-max_model_len // config.kvcache_block_size)
+    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     num_blocks = min(budget // block_bytes, most_useful)
     logger.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB on %s",
         num_blocks,
-        config.kvcache_block_size,
+        config.block_size,
         num_blocks * block_bytes / 2**30,
         device.name,
     )

@@ -1,8 +1,11 @@
 """Runs a step's tokens through the model: the loop over layers, and CUDA graphs of decode steps."""
 
+from typing import Any
+
 import torch
 
 from nanovllm.device import Device
+from nanovllm.engine.runner import Runner
 from nanovllm.engine.scheduler import Step
 from nanovllm.engine.step_inputs import StepInputs, build_step_inputs
 from nanovllm.kvcache.attention_batch import (
@@ -13,7 +16,7 @@ from nanovllm.kvcache.attention_batch import (
 )
 from nanovllm.kvcache.resident import ResidentKVCache
 from nanovllm.kvcache.sparse.policy import SparsePolicy
-from nanovllm.layers.attention import AttentionStep
+from nanovllm.layers.attention import ResidentAttention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.log import get_logger
 from nanovllm.models.llama import LlamaForCausalLM
@@ -24,8 +27,8 @@ logger = get_logger(__name__)
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
-class ModelRunner:
-    """A model on its device, with the cache that its attention reads."""
+class ModelRunner(Runner):
+    """Runs steps of many sequences whose KV cache is on the device."""
 
     def __init__(
         self,
@@ -48,12 +51,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
-        """Compute the step's tokens and return the logits that follow its sampled sequences.
-
-        Returns:
-            `[len(step.sampled), vocab_size]`, rows in the order of `step.sampled`. Does not wait
-            for the device.
-        """
         if not step.prefills and (graph := self._graph_for(len(step.decodes))) is not None:
             inputs = self._inputs(step, pad_decodes_to=graph.size)
             return graph.run(inputs)[: len(step.decodes)]
@@ -76,6 +73,15 @@ class ModelRunner:
             self._graphs[size] = _DecodeGraph(self, self._device, inputs)
         logger.info("recorded decode graphs for up to %d sequences", max(self._graphs))
 
+    def stats(self) -> dict[str, Any]:
+        return {"transfers": {}, "kv_device_bytes": self._cache.num_bytes, "kv_host_bytes": 0}
+
+    def reset_stats(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def decode_logits(self, tokens: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
         """Return the logits of a step that only decodes, from its inputs on the device."""
         batch = AttentionBatch(
@@ -96,7 +102,7 @@ class ModelRunner:
         """Return the logits of `rows` of the step, or of all: the loop over layers."""
         token_ids, positions, _ = tokens
         cos, sin = self._rotary.angles(positions)
-        step = AttentionStep(batch, self._cache.layers, self._policy, self._backend, cos, sin)
+        step = ResidentAttention(batch, self._cache.layers, self._policy, self._backend, cos, sin)
         *layers, last = self._model.layers
         hidden: torch.Tensor = self._model.embed_tokens(token_ids)
         residual = None

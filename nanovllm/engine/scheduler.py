@@ -48,15 +48,27 @@ class Scheduler:
     sequences can wait for each other. When a running one needs a block and none is free, the newest
     running sequence goes back to the front of the queue and later computes its tokens again; the
     oldest is never sent back while another runs, so there is always progress.
+
+    Args:
+        block_manager: gives out KV blocks.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: the budget of a step.
+        max_whole_prefill_tokens: a prefill of up to so many tokens is one step, whatever the
+            budget: the runner computes it layer-major.
     """
 
     def __init__(
-        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_whole_prefill_tokens: int = 0,
     ) -> None:
         self.block_manager = block_manager
         self.num_preemptions = 0
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_whole_prefill_tokens = max_whole_prefill_tokens
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
@@ -136,7 +148,9 @@ class Scheduler:
         self._waiting.appendleft(seq)
 
     def _schedule_chunk(self, step: Step, seq: Sequence, budget: int) -> int:
-        num_tokens = min(budget, seq.num_uncomputed_tokens)
+        num_tokens = seq.num_uncomputed_tokens
+        if num_tokens > self._max_whole_prefill_tokens:
+            num_tokens = min(budget, num_tokens)
         if num_tokens > 0:
             step.prefills.append((seq, num_tokens))
         return num_tokens

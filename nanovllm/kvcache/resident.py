@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kvcache.attention_batch import SlotIndex
+from nanovllm.kvcache.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +29,15 @@ class ResidentKVCache:
     The block after the last is scrap: rows that only fill up a CUDA graph's batch write there.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size
-        shape = (2, num_layers, num_blocks + 1, block_size, num_kv_heads, head_dim)
-        data = torch.empty(shape, dtype=dtype, device=device)
-        self.layers = [LayerKV(data[0, i], data[1, i]) for i in range(num_layers)]
+        self.block_size = layout.block_size
+        shape = (2, layout.num_layers, num_blocks + 1, layout.block_size, *layout.token_shape)
+        data = torch.empty(shape, dtype=layout.dtype, device=device)
+        self.num_bytes = data.nbytes
+        self.layers = [LayerKV(data[0, i], data[1, i]) for i in range(layout.num_layers)]
 
     @property
     def scrap_block(self) -> int:
         """The id of the block that no sequence owns."""
         return self.num_blocks
-
-    @staticmethod
-    def block_bytes(
-        num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Return the bytes of one block over all layers, keys and values."""
-        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

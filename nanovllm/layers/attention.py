@@ -1,19 +1,44 @@
-"""The attention layer: stores keys and values, then lets the policy attend."""
+"""The attention layer: stores keys and values, then lets the policy attend.
 
+What a step needs for that goes down the layers as an `AttentionStep`, which has one form for a KV
+cache on the device and one for a cache in host memory.
+"""
+
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 
 from nanovllm.kvcache.attention_batch import AttentionBatch
+from nanovllm.kvcache.chunk import Chunk
+from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.resident import LayerKV
+from nanovllm.kvcache.source import OffloadedSource, ResidentSource
 from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
 from nanovllm.ops.backends import AttentionBackend
 from nanovllm.ops.elementwise import rotate_and_store
 
 
+class AttentionStep(ABC):
+    """What attention needs of a step, handed down through the layers."""
+
+    @abstractmethod
+    def attend(self, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
+        """Store a step's keys and values in the cache and attend each token to its sequence.
+
+        Args:
+            layer_id: which layer of the cache.
+            heads: `[num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]`: queries, keys and
+                values without rotary embedding. Overwritten.
+
+        Returns:
+            `[num_tokens, num_q_heads, head_dim]`, contiguous. Does not synchronise with the host.
+        """
+
+
 @dataclass(frozen=True, slots=True)
-class AttentionStep:
-    """What attention needs in one step, handed down through the layers."""
+class ResidentAttention(AttentionStep):
+    """A step of many sequences whose KV cache is on the device."""
 
     batch: AttentionBatch
     cache: list[LayerKV]
@@ -23,36 +48,68 @@ class AttentionStep:
     """fp32 `[num_tokens, head_dim / 2]`: rotary angles of the step's tokens."""
     sin: torch.Tensor
 
+    def attend(self, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
+        layer_kv = self.cache[layer_id]
+        batch, policy = self.batch, self.policy
+        query = rotate_and_store(
+            heads, layer_kv.keys, layer_kv.values, batch.slot_mapping, self.cos, self.sin
+        )
+        scale = query.shape[-1] ** -0.5
+        outputs = []
+        for segment in batch.prefills:
+            ctx = PolicyContext(
+                layer_id=layer_id,
+                query=query[segment.rows],
+                num_history_tokens=segment.num_history_tokens,
+                block_size=segment.block_size,
+                softmax_scale=scale,
+                backend=self.backend,
+            )
+            source = ResidentSource(layer_kv, segment)
+            outputs.append(policy.compute_chunked_prefill(source, ctx))
+        if (decodes := batch.decodes) is not None:
+            outputs.append(policy.compute_decode(query[decodes.rows], layer_kv, decodes, scale))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-def attend(step: AttentionStep, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
-    """Store a step's keys and values in the cache and attend each token to its sequence.
 
-    Args:
-        step: the step's batch, cache, policy and backend.
-        layer_id: which layer of the cache.
-        heads: `[num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]`: queries, keys and values
-            without rotary embedding. Overwritten.
+@dataclass(frozen=True, slots=True)
+class OffloadedAttention(AttentionStep):
+    """A chunk of one sequence whose KV cache is in host memory."""
 
-    Returns:
-        `[num_tokens, num_q_heads, head_dim]`, contiguous. Does not synchronise with the host.
-    """
-    layer_kv = step.cache[layer_id]
-    batch, policy = step.batch, step.policy
-    query = rotate_and_store(
-        heads, layer_kv.keys, layer_kv.values, batch.slot_mapping, step.cos, step.sin
-    )
-    scale = query.shape[-1] ** -0.5
-    outputs = []
-    for segment in batch.prefills:
+    chunk: Chunk
+    engine: OffloadEngine
+    num_layers: int
+    policy: SparsePolicy
+    backend: AttentionBackend
+    cos: torch.Tensor
+    """fp32 `[num_tokens, head_dim / 2]`: rotary angles of the chunk's tokens."""
+    sin: torch.Tensor
+
+    def attend(self, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
+        chunk, engine = self.chunk, self.engine
+        target = engine.recent.begin(layer_id, chunk)
+        query = rotate_and_store(heads, target.keys, target.values, chunk.slots, self.cos, self.sin)
+        # Before attention, so that the copies to the host run beside it.
+        engine.write_full_blocks(layer_id, chunk)
+        engine.recent.end(layer_id, chunk)
         ctx = PolicyContext(
             layer_id=layer_id,
-            query=query[segment.rows],
-            num_history_tokens=segment.num_history_tokens,
-            block_size=segment.block_size,
-            softmax_scale=scale,
-            backend=step.backend,
+            query=query,
+            num_history_tokens=chunk.num_history_tokens,
+            block_size=chunk.block_size,
+            softmax_scale=query.shape[-1] ** -0.5,
+            backend=self.backend,
+            is_prefill=chunk.is_prefill,
         )
-        outputs.append(policy.compute_prefill(layer_kv, segment, ctx))
-    if (decodes := batch.decodes) is not None:
-        outputs.append(policy.compute_decode(query[decodes.rows], layer_kv, decodes, scale))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        source = OffloadedSource(engine, layer_id, self._next_layer(layer_id), chunk)
+        if chunk.is_prefill:
+            return self.policy.compute_chunked_prefill(source, ctx)
+        return self.policy.compute_chunked_decode(source, ctx)
+
+    def _next_layer(self, layer_id: int) -> int | None:
+        """Return the layer whose keys and values are wanted next, as far as one can know."""
+        if not self.chunk.is_last:
+            return layer_id
+        if layer_id + 1 < self.num_layers:
+            return layer_id + 1
+        return 0 if self.chunk.continues else None

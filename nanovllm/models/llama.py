@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import AttentionStep, attend
+from nanovllm.layers.attention import AttentionStep
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
@@ -49,7 +49,7 @@ class LlamaAttention(nn.Module):
             key = heads[:, self.num_q_heads : -self.num_kv_heads]
             query.copy_(self.q_norm(query))
             key.copy_(self.k_norm(key))
-        out = attend(step, self.layer_id, heads).flatten(1)
+        out = step.attend(self.layer_id, heads).flatten(1)
         projected: torch.Tensor = self.o_proj(out if rows is None else out[rows])
         return projected
 

@@ -11,7 +11,9 @@ from tolerances import assert_close
 from nanovllm import ConfigError, SparsePolicyType
 from nanovllm.device import create_device
 from nanovllm.kvcache.attention_batch import PrefillSegment, slot_index
+from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.resident import ResidentKVCache
+from nanovllm.kvcache.source import ResidentSource
 from nanovllm.kvcache.sparse.full import FullAttentionPolicy
 from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
 from nanovllm.kvcache.sparse.registry import create_policy, parse_policy_type
@@ -41,7 +43,9 @@ class Chunk:
 
     def __init__(self, num_history, q_len, block_table):
         self.context_len = num_history + q_len
-        cache = ResidentKVCache(1, 40, BLOCK, KV_HEADS, DIM, torch.float32, CPU.torch_device)
+        cache = ResidentKVCache(
+            KVLayout(1, BLOCK, KV_HEADS, DIM, torch.float32), 40, CPU.torch_device
+        )
         self.layer = cache.layers[0]
         self.layer.keys.fill_(float("nan"))
         self.layer.values.fill_(float("nan"))
@@ -71,7 +75,7 @@ class Chunk:
         )
 
     def attend(self, policy):
-        return policy.compute_prefill(self.layer, self.segment, self.ctx)
+        return policy.compute_chunked_prefill(ResidentSource(self.layer, self.segment), self.ctx)
 
     def truth(self, dropped=()):
         """Return dense causal attention over all tokens but those of the dropped blocks."""

@@ -6,7 +6,8 @@ import torch
 
 from nanovllm.kvcache.attention_batch import DecodeBatch
 from nanovllm.kvcache.resident import LayerKV
-from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
+from nanovllm.kvcache.source import KVSource
+from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy, attend_to_pieces
 from nanovllm.ops.paged_attention import gathered_decode_attention, paged_decode_attention
 
 
@@ -17,7 +18,7 @@ class FullAttentionPolicy(SparsePolicy):
     supports_decode = True
 
     def select_blocks(
-        self, available_blocks: Seq[int], source: LayerKV, ctx: PolicyContext
+        self, available_blocks: Seq[int], source: KVSource, ctx: PolicyContext
     ) -> Seq[int]:
         """Return all of `available_blocks`."""
         return available_blocks
@@ -41,3 +42,7 @@ class FullAttentionPolicy(SparsePolicy):
             batch.context_lens,
             softmax_scale,
         )
+
+    def compute_chunked_decode(self, source: KVSource, ctx: PolicyContext) -> torch.Tensor:
+        """Attend a token to the whole of its sequence."""
+        return attend_to_pieces(source.pieces(source.available_blocks), ctx)

@@ -1,15 +1,18 @@
 """The plug-in that decides which attention is computed."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kvcache.attention_batch import DecodeBatch, PrefillSegment
+from nanovllm.kvcache.attention_batch import DecodeBatch
 from nanovllm.kvcache.resident import LayerKV
-from nanovllm.ops.attention import flash_attn_with_lse
+from nanovllm.kvcache.source import KVPiece, KVSource
+from nanovllm.ops.attention import flash_attn_with_lse, merge_attention_outputs
 from nanovllm.ops.backends import AttentionBackend
+from nanovllm.ops.paged_attention import decode_attention_with_lse
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +29,17 @@ class PolicyContext:
     softmax_scale: float
     backend: AttentionBackend
     """Dense attention kernel."""
+    is_prefill: bool = True
+    """False if the chunk is one token that was generated."""
 
 
 class SparsePolicy(ABC):
     """Decides which KV blocks, and within them which attention, a step computes.
 
     A subclass says which phases it serves. For prefill it selects blocks; reading and attending
-    to them is written here once. For decode it overrides `compute_decode`. A policy holds no
-    tensors of a sequence between calls.
+    to them is written here once, for every place where the KV cache may lie. For decode it
+    overrides `compute_decode` for a cache on the device, and `compute_chunked_decode` for one in
+    host memory. A policy holds no tensors of a sequence between calls.
     """
 
     supports_prefill: bool
@@ -41,7 +47,7 @@ class SparsePolicy(ABC):
 
     @abstractmethod
     def select_blocks(
-        self, available_blocks: Seq[int], source: LayerKV, ctx: PolicyContext
+        self, available_blocks: Seq[int], source: KVSource, ctx: PolicyContext
     ) -> Seq[int]:
         """Return those of `available_blocks`, in their order, that the chunk attends to.
 
@@ -51,33 +57,25 @@ class SparsePolicy(ABC):
             ctx: the chunk and its layer.
         """
 
-    def compute_prefill(
-        self, layer_kv: LayerKV, segment: PrefillSegment, ctx: PolicyContext
-    ) -> torch.Tensor:
+    def compute_chunked_prefill(self, source: KVSource, ctx: PolicyContext) -> torch.Tensor:
         """Attend one sequence's chunk to the selected blocks and, causally, to itself.
 
         Args:
-            layer_kv: the layer's cache, the chunk's own keys and values already stored.
-            segment: where the sequence's tokens lie.
-            ctx: what `select_blocks` is given, the chunk's queries among it.
+            source: the layer's keys and values, the chunk's own among them, wherever they lie.
+            ctx: the chunk and its layer.
 
         Returns:
             `[q_len, num_q_heads, head_dim]` of the query's dtype. Does not synchronise.
         """
-        available = segment.history_blocks
-        selected = self.select_blocks(available, layer_kv, ctx)
-        everything = len(selected) == len(available)
-        keys, values = layer_kv.read(segment.slots if everything else segment.slots_of(selected))
-        # The selected history lies before the chunk, so bottom-right causality masks it rightly.
-        out, _ = flash_attn_with_lse(
-            ctx.query[None],
-            keys[None],
-            values[None],
-            softmax_scale=ctx.softmax_scale,
-            causal=True,
-            backend=ctx.backend,
-        )
-        return out[0]
+        selected = self.select_blocks(source.available_blocks, source, ctx)
+        return attend_to_pieces(source.pieces(selected), ctx)
+
+    def compute_chunked_decode(self, source: KVSource, ctx: PolicyContext) -> torch.Tensor:
+        """Attend one token to its sequence, of which a part is in host memory.
+
+        Arguments and result as for `compute_chunked_prefill`, with one query.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no decode phase")
 
     def compute_decode(
         self,
@@ -98,3 +96,39 @@ class SparsePolicy(ABC):
             `[num_seqs, num_q_heads, head_dim]` of the query's dtype. Does not synchronise.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode phase")
+
+
+def attend_to_pieces(pieces: Iterable[KVPiece], ctx: PolicyContext) -> torch.Tensor:
+    """Attend a chunk to a sequence that comes in pieces; the part of each is merged by its LSE.
+
+    Returns:
+        `[q_len, num_q_heads, head_dim]` of the query's dtype; sums of several pieces are in fp32.
+    """
+    merged = None
+    for piece in pieces:
+        part = _attend(piece, ctx)
+        if merged is None:
+            merged = part
+            continue
+        out, lse = merged
+        merged = merge_attention_outputs(out.float(), lse, *part)
+    if merged is None:
+        raise ValueError("no piece to attend to")
+    return merged[0][0].to(ctx.query.dtype)
+
+
+def _attend(piece: KVPiece, ctx: PolicyContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output `[1, q_len, num_q_heads, head_dim]` and LSE `[1, num_q_heads, q_len]`."""
+    if not ctx.is_prefill:
+        out, lse = decode_attention_with_lse(ctx.query, piece.keys, piece.values, ctx.softmax_scale)
+        return out[None], lse[..., None]
+    # What a piece holds of the history lies before the chunk, whatever was left out, so that
+    # bottom-right causality masks it rightly.
+    return flash_attn_with_lse(
+        ctx.query[None],
+        piece.keys[None],
+        piece.values[None],
+        softmax_scale=ctx.softmax_scale,
+        causal=piece.holds_chunk,
+        backend=ctx.backend,
+    )

@@ -1,0 +1,130 @@
+"""How host and device memory are shared out when the KV cache is in host memory."""
+
+from dataclasses import dataclass
+
+from nanovllm.config import Config
+from nanovllm.device import Device, free_host_bytes
+from nanovllm.errors import CapacityError
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.log import get_logger
+
+logger = get_logger(__name__)
+
+_GIB = 1 << 30
+_HOST_SHARE = 0.5  # of what is free: pinned memory is lost to everyone else
+_RING_TOKENS = 65536  # half of them is what attention gets at a time: long enough to be efficient
+_STAGING_BYTES = 64 << 20  # two copies in flight, each long enough to run at full speed
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """What the memory of host and device holds."""
+
+    num_host_blocks: int
+    num_slots: int
+    num_staging: int
+    max_model_len: int
+    length_reason: str
+    """What bounds `max_model_len`."""
+
+
+def plan_offload(
+    config: Config, device: Device, layout: KVLayout, max_model_len: int, length_reason: str
+) -> OffloadPlan:
+    """Decide how many blocks host memory holds, and the sizes of ring and staging.
+
+    Raises:
+        CapacityError: not even one block fits into the host memory allowed, or not the
+            `max_model_len` that was asked for.
+    """
+    num_blocks = _num_host_blocks(config, layout, max_model_len)
+    capacity = num_blocks * layout.block_size
+    if capacity < max_model_len:
+        needed = layout.num_blocks_for(max_model_len) * layout.block_bytes
+        length_reason = (
+            f"the host KV cache has {num_blocks} blocks of {layout.block_size} tokens, "
+            f"{num_blocks * layout.block_bytes / _GIB:.3g} GiB; raise cpu_memory_gb"
+        )
+        if config.max_model_len is not None:
+            raise CapacityError(
+                f"max_model_len={max_model_len} needs {needed / _GIB:.3g} GiB of host KV cache, "
+                f"and {length_reason}, or lower max_model_len"
+            )
+        logger.warning(
+            "max_model_len %d is bounded to the %d tokens that the host KV cache holds",
+            max_model_len,
+            capacity,
+        )
+        max_model_len = capacity
+    longest = layout.num_blocks_for(max_model_len)
+    num_slots = config.num_gpu_blocks or max(2, min(_RING_TOKENS // layout.block_size, 2 * longest))
+    chunk_blocks = layout.num_blocks_for(min(config.max_num_batched_tokens, max_model_len))
+    num_staging = max(2, min(_STAGING_BYTES // layout.layer_block_bytes, 2 * chunk_blocks))
+    logger.info(
+        "KV cache: up to %d blocks of %d tokens, %.2f GiB, in host memory; %d slots on %s",
+        num_blocks,
+        layout.block_size,
+        num_blocks * layout.block_bytes / _GIB,
+        num_slots,
+        device.name,
+    )
+    return OffloadPlan(num_blocks, num_slots, num_staging, max_model_len, length_reason)
+
+
+def plan_whole_prefill(
+    config: Config, device: Device, layout: KVLayout, hidden_bytes: int, activation_bytes: int
+) -> int:
+    """Return the most tokens that a layer-major prefill may have; 0 if there is to be none.
+
+    Args:
+        config: the options.
+        device: with weights, ring and staging already there.
+        layout: shape of the KV cache.
+        hidden_bytes: bytes of one token's hidden state.
+        activation_bytes: the most that a chunk takes beside that.
+
+    Raises:
+        CapacityError: not even one chunk fits.
+    """
+    total, free = device.total_memory_bytes(), device.free_memory_bytes()
+    if device.torch_device.type == "cpu":
+        budget = int(free * _HOST_SHARE)
+    else:
+        budget = int(total * config.gpu_memory_utilization) - (total - free) - activation_bytes
+    # Hidden state, the layer's keys and values, and the rotary angles in fp32.
+    token_bytes = hidden_bytes + layout.token_bytes + 4 * layout.head_dim
+    max_tokens = max(0, budget) // token_bytes
+    if max_tokens < config.max_num_batched_tokens:
+        needed = config.max_num_batched_tokens * token_bytes + activation_bytes
+        raise CapacityError(
+            f"a chunk of {config.max_num_batched_tokens} tokens needs {needed / _GIB:.2f} GiB on "
+            f"{device.name}, and {(budget + activation_bytes) / _GIB:.2f} GiB are left. Lower "
+            "max_num_batched_tokens or num_gpu_blocks, or raise gpu_memory_utilization"
+        )
+    return 0 if config.prefill_order == "chunk" else max_tokens
+
+
+def _num_host_blocks(config: Config, layout: KVLayout, max_model_len: int) -> int:
+    free = free_host_bytes()
+    if config.num_kvcache_blocks is not None:
+        num_blocks, budget = config.num_kvcache_blocks, free
+        source = f"num_kvcache_blocks={num_blocks}"
+    elif config.cpu_memory_gb is not None:
+        budget = int(config.cpu_memory_gb * _GIB)
+        num_blocks, source = budget // layout.block_bytes, f"cpu_memory_gb={config.cpu_memory_gb}"
+        if budget > free:
+            # A virtual machine may be given memory only when it asks for it.
+            logger.warning(
+                "%s exceeds the %.1f GiB that the system reports as free", source, free / _GIB
+            )
+    else:
+        budget = int(free * _HOST_SHARE)
+        num_blocks, source = budget // layout.block_bytes, f"half of the {free / _GIB:.1f} GiB free"
+    if num_blocks < 1:
+        raise CapacityError(
+            f"no room for the host KV cache: one block of {layout.block_size} tokens needs "
+            f"{layout.block_bytes / _GIB:.3g} GiB, and {source} gives {budget / _GIB:.3g} GiB. "
+            "Raise cpu_memory_gb, or lower kvcache_block_size"
+        )
+    most_useful = config.max_num_seqs * layout.num_blocks_for(max_model_len)
+    return min(num_blocks, most_useful)

@@ -1,0 +1,133 @@
+"""Runs steps of one sequence whose KV cache is in host memory."""
+
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from nanovllm.device import Device
+from nanovllm.engine.runner import Runner
+from nanovllm.engine.scheduler import Step
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kvcache.chunk import Chunk
+from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.sparse.policy import SparsePolicy
+from nanovllm.layers.attention import OffloadedAttention
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.ops.backends import AttentionBackend
+
+
+class OffloadRunner(Runner):
+    """Computes a chunk of a sequence in each step, or many chunks, layer by layer.
+
+    A step of more tokens than a chunk holds is computed layer-major: all chunks of a layer before
+    the next layer, so that nothing that it computes is read back from the host. Chunk-major is a
+    prefill that takes several steps.
+    """
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        rotary: RotaryEmbedding,
+        engine: OffloadEngine,
+        policy: SparsePolicy,
+        backend: AttentionBackend,
+        device: Device,
+        chunk_tokens: int,
+        nvtx: bool,
+    ) -> None:
+        self._model = model
+        self._rotary = rotary
+        self._engine = engine
+        self._policy = policy
+        self._backend = backend
+        self._device = device
+        self._chunk_tokens = chunk_tokens
+        self._nvtx = nvtx
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> torch.Tensor:
+        is_prefill = not step.decodes
+        ((seq, num_tokens),) = step.prefills or [(step.decodes[0], 1)]
+        engine, device = self._engine, self._device
+        engine.stats.phase = "prefill" if is_prefill else "decode"
+        engine.pool.reserve(max(seq.block_table) + 1)
+        start = seq.num_computed_tokens
+        token_ids = device.upload(seq.token_ids[start : start + num_tokens], torch.int32)
+        chunks = self._chunks(seq, num_tokens, is_prefill)
+        engine.recent.reserve(chunks[-1].num_device_tokens)
+        steps = [self._attention(chunk) for chunk in chunks]
+        # The residual stream of each chunk, [num_tokens, hidden_size].
+        streams = [self._model.embed_tokens(ids) for ids in token_ids.split(self._chunk_tokens)]
+        # Of the last layer's output only what is sampled is wanted.
+        rows = [torch.empty(0, dtype=torch.int64, device=device.torch_device)] * len(chunks)
+        if step.sampled:
+            rows[-1] = device.upload([chunks[-1].num_tokens - 1], torch.int64)
+        last_layer = len(self._model.layers) - 1
+        for layer_id, layer in enumerate(self._model.layers):
+            for i, attention in enumerate(steps):
+                with self._range(f"layer {layer_id} chunk {i}"):
+                    wanted = rows[i] if layer_id == last_layer else None
+                    hidden, residual = layer(streams[i], None, attention, wanted)
+                    streams[i] = residual.add_(hidden)
+        logits: torch.Tensor = self._model.lm_head(self._model.norm(streams[-1]))
+        return logits
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "transfers": self._engine.stats.summary(),
+            "kv_device_bytes": self._engine.num_device_bytes,
+            "kv_host_bytes": self._engine.pool.num_bytes,
+        }
+
+    def reset_stats(self) -> None:
+        self._engine.stats.reset()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _chunks(self, seq: Sequence, num_tokens: int, is_prefill: bool) -> Seq[Chunk]:
+        block_size = self._engine.pool.layout.block_size
+        start = seq.num_computed_tokens
+        stop = start + num_tokens
+        device_start = start // block_size * block_size
+        slots = torch.arange(
+            start - device_start,
+            stop - device_start,
+            dtype=torch.int32,
+            device=self._device.torch_device,
+        ).split(self._chunk_tokens)
+        num_generated = seq.num_tokens - seq.num_prompt_tokens
+        continues = stop < seq.num_tokens or num_generated + 1 < seq.params.max_tokens
+        return [
+            Chunk(
+                block_table=seq.block_table,
+                num_history_tokens=start + i * self._chunk_tokens,
+                num_tokens=len(places),
+                device_start=device_start,
+                block_size=block_size,
+                is_prefill=is_prefill,
+                is_last=i == len(slots) - 1,
+                continues=continues,
+                slots=places,
+            )
+            for i, places in enumerate(slots)
+        ]
+
+    def _attention(self, chunk: Chunk) -> OffloadedAttention:
+        positions = torch.arange(
+            chunk.num_history_tokens,
+            chunk.context_len,
+            dtype=torch.int32,
+            device=self._device.torch_device,
+        )
+        cos, sin = self._rotary.angles(positions)
+        num_layers = len(self._model.layers)
+        return OffloadedAttention(
+            chunk, self._engine, num_layers, self._policy, self._backend, cos, sin
+        )
+
+    def _range(self, name: str) -> AbstractContextManager[Any]:
+        return self._device.range(name) if self._nvtx else nullcontext()

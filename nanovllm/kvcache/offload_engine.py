@@ -1,0 +1,276 @@
+"""Moves KV blocks between host memory and the device: the ring of slots, its streams and events.
+
+All kernels run on `compute_stream`, which the engine's step makes current; other streams only copy.
+Which waits that takes is told in docs/offload.md.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.device import Device, Event, Span
+from nanovllm.kvcache.chunk import Chunk
+from nanovllm.kvcache.host_pool import HostPool
+from nanovllm.kvcache.host_writer import HostWriter, wait_timed
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.recent import RecentKV
+from nanovllm.metrics.transfer import TransferStats
+from nanovllm.ops.block_layout import unpack_blocks
+
+
+class _Wish(NamedTuple):
+    """A block that somebody wants on the device."""
+
+    layer_id: int
+    block_id: int
+
+
+class _Load(NamedTuple):
+    """A block on its way to a slot."""
+
+    wish: _Wish
+    slot: int
+
+
+class OffloadEngine:
+    """A ring of device slots that KV blocks of all layers pass through.
+
+    `load_blocks` is what policies use: it loads, waits, unpacks and releases in the right order and
+    ahead of time. The methods for a single slot are its parts, for policies that want one block.
+
+    Args:
+        device: the device.
+        layout: shape of the KV cache.
+        num_host_blocks: KV blocks that host memory may hold.
+        num_slots: slots of the ring, at least 2.
+        num_staging: staging buffers for blocks on their way to the host, at least 1.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layout: KVLayout,
+        num_host_blocks: int,
+        num_slots: int,
+        num_staging: int,
+    ) -> None:
+        self.device = device
+        self.compute_stream = device.compute_stream
+        self.stats = TransferStats()
+        self.pool = HostPool(device, layout, num_host_blocks)
+        self.recent = RecentKV(device, layout)
+        self._writer = HostWriter(device, self.pool, num_staging, self.stats)
+        self.prefill_offload_streams = self._writer.prefill_offload_streams
+        self.num_slots = num_slots
+        self.piece_blocks = num_slots // 2
+        """Blocks that `load_blocks` yields together: while they are computed with, the other half
+        of the ring loads."""
+        transfer_streams = [device.new_stream(f"transfer {i}") for i in range(2)]
+        self.slot_transfer_streams = [
+            transfer_streams[slot // self.piece_blocks % 2] for slot in range(num_slots)
+        ]
+        self.ring_slot_ready: list[Event | None] = [None] * num_slots
+        """After which a slot holds its block."""
+        self.ring_slot_compute_done: list[Event | None] = [None] * num_slots
+        """After which a slot may be overwritten."""
+        self._block_size = layout.block_size
+        self._slots = torch.empty(
+            (num_slots, *layout.block_shape), dtype=layout.dtype, device=device.torch_device
+        )
+        # What `load_blocks` yields lies here, token-major.
+        self._window = torch.empty(
+            (2, self.piece_blocks * layout.block_size, *layout.token_shape),
+            dtype=layout.dtype,
+            device=device.torch_device,
+        )
+        self._next_slot = 0
+        self._in_flight: deque[_Load] = deque()
+
+    @property
+    def num_device_bytes(self) -> int:
+        """Device memory of ring, window, staging, tails and prefill buffer."""
+        own = self._slots.nbytes + self._window.nbytes
+        return own + self._writer.num_bytes + self.recent.num_bytes
+
+    def close(self) -> None:
+        """Give host memory back. Waits for copies in flight."""
+        self.device.synchronize()
+        self.pool.close()
+
+    def load_blocks(
+        self, layer_id: int, block_ids: Seq[int], ahead: tuple[int, Seq[int]] | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the keys and values of a layer's blocks, in their order, some blocks at a time.
+
+        Args:
+            layer_id: the layer.
+            block_ids: blocks in host memory, or on their way there.
+            ahead: layer and blocks that are likely to be wanted next; their loads begin as soon as
+                slots are free. Another wish later costs time and nothing else.
+
+        Yields:
+            Keys and values, `[n * block_size, num_kv_heads, head_dim]` for up to `piece_blocks`
+            blocks, good for kernels on the compute stream until the next ones are asked for. Never
+            waits with the host, unless for memory that is still being made.
+        """
+        plan = [_Wish(layer_id, block_id) for block_id in block_ids]
+        num_wanted = len(plan)
+        if ahead is not None:
+            plan += [_Wish(ahead[0], block_id) for block_id in ahead[1]]
+        num_issued = self._keep_matching(plan)
+        num_issued = self._issue(plan, num_issued)
+        for start in range(0, num_wanted, self.piece_blocks):
+            count = min(self.piece_blocks, num_wanted - start)
+            piece = self._unpack([self._in_flight.popleft() for _ in range(count)])
+            num_issued = self._issue(plan, num_issued)
+            yield piece
+
+    def load_to_slot_layer(self, slot: int, layer_id: int, block_id: int) -> None:
+        """Begin to load a block's keys and values into a slot."""
+        self.drop_loads()
+        self._load(slot, layer_id, block_id, 1)
+
+    def load_k_only_to_slot_layer(self, slot: int, layer_id: int, block_id: int) -> None:
+        """Begin to load a block's keys into a slot; its values are undefined."""
+        self.drop_loads()
+        self._load(slot, layer_id, block_id, 1, keys_only=True)
+
+    def wait_slot_layer(self, slot: int) -> None:
+        """Let the compute stream wait until a slot holds its block."""
+        self._wait([self.ring_slot_ready[slot]])
+
+    def get_kv_for_slot(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a slot's keys and values, views `[1, block_size, num_kv_heads, head_dim]`."""
+        self.device.touch(reads=Span("slot", slot, 1))
+        keys, values = self._slots[slot].transpose(1, 2)
+        return keys[None], values[None]
+
+    def get_k_for_slot(self, slot: int) -> torch.Tensor:
+        """Return a slot's keys, a view `[1, block_size, num_kv_heads, head_dim]`."""
+        return self.get_kv_for_slot(slot)[0]
+
+    def record_slot_compute_done(self, slot: int) -> None:
+        """Say that no kernel launched after this reads the slot."""
+        self.ring_slot_compute_done[slot] = self.compute_stream.record()
+
+    def get_prefill_buffer_slice(
+        self, layer_id: int, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the newest tokens' keys and values, `[num_tokens, num_kv_heads, head_dim]`.
+
+        `num_tokens` counts from where the sequence's part on the device begins, which is where a
+        block begins, to the end of the chunk that was stored last.
+        """
+        return self.recent.storage(layer_id, num_tokens).read(slice(0, num_tokens))
+
+    def write_full_blocks(self, layer_id: int, chunk: Chunk) -> None:
+        """Write the blocks that a stored chunk makes full to host memory. Waits for nothing."""
+        places = chunk.full_blocks
+        block_ids = chunk.block_table[places.start : places.stop]
+        if not block_ids:
+            return
+        overwritten = {_Wish(layer_id, block_id) for block_id in block_ids}
+        if any(load.wish in overwritten for load in self._in_flight):
+            self.drop_loads()
+        keys, values = self.get_prefill_buffer_slice(layer_id, chunk.num_device_tokens)
+        tokens = slice(
+            places.start * self._block_size - chunk.device_start,
+            places.stop * self._block_size - chunk.device_start,
+        )
+        self._writer.write(layer_id, block_ids, keys[tokens], values[tokens])
+
+    def read_host_block(self, layer_id: int, block_id: int) -> torch.Tensor:
+        """Return a block in host memory, `[2, num_kv_heads, block_size, head_dim]`.
+
+        Waits with the host until it lies there. Not to be kept beyond the block's next write.
+        """
+        for event in self._writer.host_ready(layer_id, block_id):
+            event.synchronize()
+        self.device.host_reads(Span(("host", layer_id), block_id, 1))
+        return self.pool.blocks(layer_id, block_id)[0]
+
+    def drop_loads(self) -> None:
+        """Give up the loads that were begun ahead."""
+        self._keep_matching([])
+
+    def _keep_matching(self, plan: Seq[_Wish]) -> int:
+        """Give up loads in flight from the first on that `plan` does not ask for in its turn.
+
+        Returns how many are kept.
+        """
+        kept = 0
+        for load, wish in zip(self._in_flight, plan, strict=False):
+            if load.wish != wish:
+                break
+            kept += 1
+        dropped = [self._in_flight.pop() for _ in range(len(self._in_flight) - kept)]
+        if dropped:
+            # Whatever writes to their host blocks is ordered after the compute stream.
+            self._wait([self.ring_slot_ready[load.slot] for load in dropped])
+            self._next_slot = dropped[-1].slot
+        return kept
+
+    def _issue(self, plan: Seq[_Wish], num_issued: int) -> int:
+        """Begin loads, in the order of `plan`, while slots are free. Returns how many are begun."""
+        while num_issued < len(plan) and len(self._in_flight) < self.num_slots:
+            (layer_id, block_id), slot = plan[num_issued], self._next_slot
+            limit = min(
+                len(plan) - num_issued,
+                self.num_slots - len(self._in_flight),
+                self.num_slots - slot,
+                self.piece_blocks - slot % self.piece_blocks,
+                self.pool.num_adjacent(block_id),
+            )
+            count = 1
+            while count < limit and plan[num_issued + count] == (layer_id, block_id + count):
+                count += 1
+            self._load(slot, layer_id, block_id, count)
+            self._in_flight.extend(_Load(plan[num_issued + i], slot + i) for i in range(count))
+            self._next_slot = (slot + count) % self.num_slots
+            num_issued += count
+        return num_issued
+
+    def _load(
+        self, slot: int, layer_id: int, block_id: int, count: int, keys_only: bool = False
+    ) -> None:
+        """Begin to load adjacent blocks into adjacent slots of one stream."""
+        slots = slice(slot, slot + count)
+        span = Span("slot", slot, count)
+        stream = self.slot_transfer_streams[slot]
+        for event in dict.fromkeys(self.ring_slot_compute_done[slots]):
+            if event is not None:
+                stream.wait(event)
+        for event in self._writer.host_ready(layer_id, block_id, count):
+            stream.wait(event)
+        target, source = self._slots[slots], self.pool.blocks(layer_id, block_id, count)
+        stream.discard(target, span)
+        if keys_only:
+            target, source = target[:, 0], source[:, 0]
+        stream.copy(target, source, reads=Span(("host", layer_id), block_id, count), writes=span)
+        self.ring_slot_ready[slots] = [stream.record()] * count
+        key_bytes = source.nbytes if keys_only else source.nbytes // 2
+        self.stats.add_copies("h2d", 1, key_bytes, source.nbytes - key_bytes)
+
+    def _unpack(self, loads: Seq[_Load]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the compute stream wait for loads, move them to the window and free their slots."""
+        self._wait([self.ring_slot_ready[load.slot] for load in loads])
+        start = 0
+        while start < len(loads):
+            slot = loads[start].slot
+            count = min(len(loads) - start, self.num_slots - slot)
+            rows = slice(start * self._block_size, (start + count) * self._block_size)
+            self.device.touch(reads=Span("slot", slot, count))
+            slots = self._slots[slot : slot + count]
+            unpack_blocks(slots[:, 0], self._window[0, rows])
+            unpack_blocks(slots[:, 1], self._window[1, rows])
+            done = self.compute_stream.record()
+            self.ring_slot_compute_done[slot : slot + count] = [done] * count
+            start += count
+        keys, values = self._window[:, : len(loads) * self._block_size]
+        return keys, values
+
+    def _wait(self, events: Seq[Event | None]) -> None:
+        wait_timed(self.compute_stream, events, self.stats)

@@ -15,7 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -134,16 +135,39 @@ class Transformers:
         return (times[1] - times[0]) / num_tokens * 1e3
 
 
+@contextmanager
+def model_directory(model: str) -> Iterator[tuple[str, str]]:
+    """Yield the directory of a model or a known shape, and how to load it."""
+    if model != "llama-3.1-8b":
+        yield str(demo_model_path() if model == "demo" else model), "auto"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
+        yield folder, "dummy"
+
+
+def machine_facts(llm: LLM) -> dict[str, Any]:
+    """Return what a figure needs to be repeated: time, command, machine and versions."""
+    packages = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for name in ("triton", "flash-attn-4"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": f"{llm.engine.device.name}, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        "versions": packages,
+        "attention": llm.engine.backend_name,
+    }
+
+
 def main() -> None:
     args = _parse_args()
     device = torch.device(args.device)
-    with tempfile.TemporaryDirectory() as folder:
-        if args.model == "llama-3.1-8b":
-            Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
-            directory, load_format = folder, "dummy"
-        else:
-            directory = str(demo_model_path() if args.model == "demo" else args.model)
-            load_format = "auto"
+    with model_directory(args.model) as (directory, load_format):
         theirs_model = _load_transformers(directory, load_format, _torch_dtype(args), device)
         ours = Ours(directory, load_format, args)
     vocab_size = theirs_model.config.vocab_size
@@ -172,7 +196,9 @@ def main() -> None:
     medians: dict[str, dict[str, float]] = {}
     for case, engines in cases.items():
         medians[case], samples = _time(engines, args.repeats)
-        _write(args.json, facts | {"case": case, "unit": "ms", "samples": samples} | medians[case])
+        write_record(
+            args.json, facts | {"case": case, "unit": "ms", "samples": samples} | medians[case]
+        )
     _print_table(args, medians, theirs_model, facts)
 
 
@@ -238,27 +264,16 @@ def _torch_dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def _facts(args: argparse.Namespace, ours: Ours, theirs: Transformers) -> dict[str, Any]:
-    packages = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for name in ("triton", "flash-attn-4"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": f"{ours.llm.engine.device.name}, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        "versions": packages,
+    return machine_facts(ours.llm) | {
         "model": args.model,
         "dtype": args.dtype,
-        "attention": ours.llm.engine.backend_name,
         "transformers_attention": theirs.attention,
         "decode_context": args.decode_context,
     }
 
 
-def _write(path: Path | None, record: dict[str, Any]) -> None:
+def write_record(path: Path | None, record: dict[str, Any]) -> None:
+    """Append a record to a file of JSON lines, if there is to be one."""
     if path is not None:
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -146,8 +146,8 @@ class LLM:
         Waits for the device. Keys:
             transfers: with offload, for each phase (`prefill`, `decode`): `h2d` and `d2h`, to the
                 device and back, each with `num_copies`, `key_bytes` and `value_bytes`; and
-                `wait_ms`, how long the compute stream waited for copies to the device. On a CPU
-                copies are done by the computing thread and are no waits. Empty without offload.
+                `wait_ms`, how long the compute stream waited for copies. On a CPU copies are done
+                by the computing thread and are no waits. Empty without offload.
             kv_device_bytes, kv_host_bytes: memory that the KV cache takes now, buffers included.
             peak_device_bytes: most memory in use on the device; on a CPU, by the process.
             num_preemptions: how often a request had to compute its tokens again.

@@ -2,6 +2,7 @@
 
     python tests/test_needle.py                                  # demo model, 4096 tokens
     python tests/test_needle.py --model DIR --input-len 32768 --needle-position 0.25
+    python tests/test_needle.py --enable-offload                 # KV cache in host memory
 
 Exit status: 0 the needle was found, 1 it was not, 2 the call was wrong.
 """
@@ -13,15 +14,15 @@ import pytest
 
 from nanovllm import LLM, BackendUnavailableError, CapacityError, ConfigError
 from nanovllm.eval.haystack import sentences
-from nanovllm.eval.needle import DEFAULT_VALUE, build_task, describe, run_task
-
-NOT_YET = (
-    "enable_offload",
-    "num_gpu_blocks",
-    "enable_xattn_bsa",
-    "enable_quest",
-    "sparse_threshold",
+from nanovllm.eval.needle import (
+    DEFAULT_VALUE,
+    build_task,
+    describe,
+    describe_transfers,
+    run_task,
 )
+
+NOT_YET = ("enable_xattn_bsa", "enable_quest", "sparse_threshold")
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +87,9 @@ def test_haystack_is_seeded_and_has_no_digits():
 
 def test_command_line_refuses_what_is_not_built(capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(["--enable-offload"])
+        main(["--enable-quest"])
     assert exit_.value.code == 2
-    assert "--enable-offload is not built yet" in capsys.readouterr().err
+    assert "--enable-quest is not built yet" in capsys.readouterr().err
 
 
 def test_command_line_passes_on_what_the_engine_refuses(capsys):
@@ -108,6 +109,15 @@ def test_command_line_tells_by_its_exit_status(capsys):
     assert "FAIL" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_command_line_with_the_cache_in_host_memory(capsys):
+    options = ["--input-len", "600", "--enable-offload", "--block-size", "128"]
+    assert main([*options, "--num-gpu-blocks", "2", "--prefill-order", "chunk"]) == 0
+    out = capsys.readouterr().out
+    assert "PASS" in out
+    assert "KV cache:" in out
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
@@ -124,14 +134,18 @@ def main(argv: list[str] | None = None) -> int:
             dtype=args.dtype,
             device=args.device,
             enforce_eager=args.enforce_eager,
+            enable_offload=args.enable_offload,
+            num_gpu_blocks=args.num_gpu_blocks,
+            prefill_order=args.prefill_order,
         ) as llm:
             task = build_task(
                 llm.tokenizer, args.input_len, args.needle_position, args.needle_value, args.seed
             )
             result = run_task(llm, task, args.max_new_tokens)
+            transfers = describe_transfers(llm.stats())
     except (ConfigError, CapacityError, BackendUnavailableError) as error:
         parser.error(str(error))
-    print(describe(result))
+    print("\n".join([describe(result), *transfers]))
     return 2 if result.error else 0 if result.passed else 1
 
 
@@ -146,14 +160,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--needle-value", default=DEFAULT_VALUE, help="what is to be found")
     add("--max-model-len", type=int, help="tokens of prompt and answer; default: what they need")
     add("--max-new-tokens", type=int, default=32, help="most tokens of the answer")
-    add("--block-size", type=int, default=256, help="tokens in a KV block")
+    add("--block-size", type=int, help="tokens in a KV block; default 256, with offload 1024")
     add("--gpu-utilization", type=float, default=0.9, help="share of the GPU's memory to use")
     add("--dtype", default="auto")
     add("--device", default="auto")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--seed", type=int, default=0, help="chooses the text around the needle")
-    add("--enable-offload", action="store_true", help="not built yet")
-    add("--num-gpu-blocks", type=int, help="not built yet")
+    add("--enable-offload", action="store_true", help="keep the KV cache in host memory")
+    add("--num-gpu-blocks", type=int, help="slots of the ring, with offload")
+    add("--prefill-order", default="auto", help="auto, layer or chunk, with offload")
     add("--enable-xattn-bsa", action="store_true", help="not built yet")
     add("--enable-quest", action="store_true", help="not built yet")
     add("--sparse-threshold", type=float, help="not built yet")

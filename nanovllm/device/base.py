@@ -76,6 +76,10 @@ class Device(ABC):
         """Return the name of the stream that kernels go to."""
 
     @abstractmethod
+    def _synchronize(self) -> None:
+        """Wait until all work given to the device is done."""
+
+    @abstractmethod
     def _poison(self, stream: Stream, tensor: torch.Tensor) -> None:
         """Fill a tensor with NaN, not later than at this point of `stream`."""
 
@@ -118,9 +122,11 @@ class Device(ABC):
     def release_cached_memory(self) -> None:
         """Give memory that PyTorch keeps for later allocations back to the system."""
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait until all work given to the device is done."""
+        self._synchronize()
+        if self._order is not None:
+            self._order.wait_for_all()
 
     @abstractmethod
     def upload(

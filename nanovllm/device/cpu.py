@@ -2,6 +2,7 @@
 
 import platform
 import resource
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -77,7 +78,7 @@ class CpuDevice(Device):
     def release_cached_memory(self) -> None:
         pass
 
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         for stream in self._deferred:
             stream.run_until(None)
 
@@ -163,16 +164,19 @@ class _DeferredStream(_EagerStream):
     def __init__(self, name: str, current: list[str]) -> None:
         super().__init__(name, current)
         self.num_done = 0
+        self._lock = threading.RLock()  # the device may wait while another thread's copies run
         self._queue: deque[Callable[[], Any]] = deque()
 
     def run_until(self, end: int | None) -> None:
         """Do the work up to place `end` of all that was ever queued; None means all."""
-        while self._queue and (end is None or self.num_done < end):
-            self._queue.popleft()()
-            self.num_done += 1
+        with self._lock:
+            while self._queue and (end is None or self.num_done < end):
+                self._queue.popleft()()
+                self.num_done += 1
 
     def record(self, timed: bool = False) -> Event:
-        return _DeferredEvent(self, self.num_done + len(self._queue))
+        with self._lock:
+            return _DeferredEvent(self, self.num_done + len(self._queue))
 
     def wait(self, event: Event) -> None:
         self._queue.append(event.synchronize)

@@ -92,7 +92,7 @@ class CudaDevice(Device):
     def release_cached_memory(self) -> None:
         torch.cuda.empty_cache()
 
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
     def upload(

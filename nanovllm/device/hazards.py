@@ -6,6 +6,7 @@ An access is right if it knows of the last write to its buffer and, if it writes
 since. So a missing wait is found whether or not the machine's timing shows it.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -33,21 +34,33 @@ class _Buffer:
 
 
 class StreamOrder:
-    """The clocks of all streams of a device, and the buffers that they share."""
+    """The clocks of all streams of a device, and the buffers that they share.
+
+    May be used by any thread; all threads together are the host.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._clocks: dict[str, Clock] = {HOST: {}}
         self._buffers: dict[tuple[Any, int], _Buffer] = {}
 
     def record(self, stream: str) -> Clock:
         """Return what is known at the end of the stream's work so far."""
-        return dict(self._tick(stream))
+        with self._lock:
+            return dict(self._tick(stream))
 
     def wait(self, waiter: str, clock: Clock) -> None:
         """Let `waiter`, a stream or the host, know what `clock` knows."""
-        own = self._clocks.setdefault(waiter, {})
-        for stream, time in clock.items():
-            own[stream] = max(own.get(stream, 0), time)
+        with self._lock:
+            own = self._clocks.setdefault(waiter, {})
+            for stream, time in clock.items():
+                own[stream] = max(own.get(stream, 0), time)
+
+    def wait_for_all(self) -> None:
+        """Let the host know what all streams know."""
+        with self._lock:
+            for clock in self._clocks.values():
+                self.wait(HOST, clock)
 
     def access(self, user: str, reads: Iterable[Span] = (), writes: Iterable[Span] = ()) -> None:
         """Note that `user`, a stream or the host, reads and writes buffers.
@@ -55,23 +68,14 @@ class StreamOrder:
         Raises:
             HazardError: it does not know of a use that must come before.
         """
-        clock = self._tick(user)
-        for span in reads:
-            for index, buffer in self._buffers_of(span):
-                if buffer.writer is None:
-                    raise HazardError(f"{user} reads {span.space} {index}, which holds nothing")
-                self._check(user, clock, "reads", span, index, buffer)
-                buffer.reads[user] = clock[user]
-        for span in writes:
-            for index, buffer in self._buffers_of(span):
-                self._check(user, clock, "writes", span, index, buffer)
-                for reader, time in buffer.reads.items():
-                    if time > clock.get(reader, 0):
-                        raise HazardError(
-                            f"{user} writes {span.space} {index} without waiting until {reader} "
-                            "has read it"
-                        )
-                buffer.writer, buffer.written, buffer.reads = user, clock[user], {}
+        with self._lock:
+            clock = self._tick(user)
+            for span in reads:
+                for index, buffer in self._buffers_of(span):
+                    self._read(user, clock, span, index, buffer)
+            for span in writes:
+                for index, buffer in self._buffers_of(span):
+                    self._write(user, clock, span, index, buffer)
 
     def _tick(self, user: str) -> Clock:
         self.wait(user, self._clocks[HOST])
@@ -83,6 +87,21 @@ class StreamOrder:
         for index in range(span.first, span.first + span.num_buffers):
             yield index, self._buffers.setdefault((span.space, index), _Buffer())
 
+    def _read(self, user: str, clock: Clock, span: Span, index: int, buffer: _Buffer) -> None:
+        if buffer.writer is None:
+            raise HazardError(f"{user} reads {span.space} {index}, which holds nothing")
+        self._check(user, clock, "reads", span, index, buffer)
+        buffer.reads[user] = clock[user]
+
+    def _write(self, user: str, clock: Clock, span: Span, index: int, buffer: _Buffer) -> None:
+        self._check(user, clock, "writes", span, index, buffer)
+        for reader, time in buffer.reads.items():
+            if time > clock.get(reader, 0):
+                raise HazardError(
+                    f"{user} writes {span.space} {index} without waiting until {reader} has read it"
+                )
+        buffer.writer, buffer.written, buffer.reads = user, clock[user], {}
+
     @staticmethod
     def _check(user: str, clock: Clock, verb: str, span: Span, index: int, buffer: _Buffer) -> None:
         if buffer.writer is not None and buffer.written > clock.get(buffer.writer, 0):
@@ -93,15 +112,20 @@ class StreamOrder:
 
 
 class CheckedEvent(Event):
-    """An event that remembers what was known at its point."""
+    """An event that remembers what was known at its point.
 
-    def __init__(self, event: Event, clock: Clock, order: StreamOrder) -> None:
+    Seeing it passed is as good as waiting for it, unless it only measures time: who looks whether
+    a measurement is over has not thought of order, and on a CPU would see every kernel done.
+    """
+
+    def __init__(self, event: Event, clock: Clock, order: StreamOrder, timed: bool = False) -> None:
         self.event, self.clock = event, clock
         self._order = order
+        self._timed = timed
 
     def is_done(self) -> bool:
         done = self.event.is_done()
-        if done:  # the host has seen it: as good as having waited
+        if done and not self._timed:
             self._order.wait(HOST, self.clock)
         return done
 
@@ -131,7 +155,8 @@ class CheckedStream(Stream):
         self._poison = poison
 
     def record(self, timed: bool = False) -> CheckedEvent:
-        return CheckedEvent(self.stream.record(timed), self._order.record(self.name), self._order)
+        clock = self._order.record(self.name)
+        return CheckedEvent(self.stream.record(timed), clock, self._order, timed)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CheckedEvent)

@@ -42,8 +42,17 @@ def read_lines(path: str) -> list[str]:
 
 
 def _container_headroom_bytes(default: int) -> int:
-    """Return what a container's memory limit (cgroup v2) leaves, or `default` without a limit."""
+    """Return what a container's memory limit (cgroup v2) leaves, or `default` without a limit.
+
+    Files that were read and wait to be read again count as used there, but give way.
+    """
     limit, used = (
         "".join(read_lines(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current")
     )
-    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else default
+    if not (limit.isdigit() and used.isdigit()):
+        return default
+    cached = 0
+    for line in read_lines("/sys/fs/cgroup/memory.stat"):
+        if line.startswith("inactive_file "):
+            cached = int(line.split()[1])
+    return max(0, int(limit) - int(used) + cached)

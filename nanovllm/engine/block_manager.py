@@ -78,7 +78,8 @@ class BlockManager:
         for block_id in shared:
             self._blocks[block_id].num_users += 1
             self._free.pop(block_id, None)
-        seq.block_table = shared + [self._take_free() for _ in range(num_new)]
+        # Free blocks come last to first of whoever had them; neighbours in order are read faster.
+        seq.block_table = shared + sorted(self._take_free() for _ in range(num_new))
         seq.num_computed_tokens = len(shared) * self.block_size
         return True
 

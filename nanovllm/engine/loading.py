@@ -1,5 +1,6 @@
 """From a model directory to a runner: device, weights, memory plan, cache, in that order."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -194,9 +195,15 @@ def _make_offloaded(
             _run(runner, device, seq, count, many=1)
             seq.num_computed_tokens += count
 
-    step_bytes = device.peak_memory_bytes(run_both)
-    runner.reset_stats()
     hidden_bytes = parts.model.config.hidden_size * layout.dtype.itemsize
+    with ExitStack() as undo:
+        undo.callback(runner.close)
+        step_bytes = device.peak_memory_bytes(run_both)
+        runner.reset_stats()
+        max_whole_prefill_tokens = plan_whole_prefill(
+            config, device, layout, plan.max_model_len, hidden_bytes, step_bytes
+        )
+        undo.pop_all()
     return LoadedModel(
         runner=runner,
         backend_name=parts.backend.name,
@@ -205,9 +212,7 @@ def _make_offloaded(
         max_model_len=plan.max_model_len,
         length_reason=plan.length_reason,
         max_num_seqs=1,
-        max_whole_prefill_tokens=plan_whole_prefill(
-            config, device, layout, hidden_bytes, step_bytes
-        ),
+        max_whole_prefill_tokens=max_whole_prefill_tokens,
     )
 
 

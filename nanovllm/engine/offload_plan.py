@@ -72,7 +72,12 @@ def plan_offload(
 
 
 def plan_whole_prefill(
-    config: Config, device: Device, layout: KVLayout, hidden_bytes: int, activation_bytes: int
+    config: Config,
+    device: Device,
+    layout: KVLayout,
+    max_model_len: int,
+    hidden_bytes: int,
+    activation_bytes: int,
 ) -> int:
     """Return the most tokens that a layer-major prefill may have; 0 if there is to be none.
 
@@ -80,6 +85,7 @@ def plan_whole_prefill(
         config: the options.
         device: with weights, ring and staging already there.
         layout: shape of the KV cache.
+        max_model_len: most tokens of a sequence; no chunk is longer.
         hidden_bytes: bytes of one token's hidden state.
         activation_bytes: the most that a chunk takes beside that.
 
@@ -94,10 +100,11 @@ def plan_whole_prefill(
     # Hidden state, the layer's keys and values, and the rotary angles in fp32.
     token_bytes = hidden_bytes + layout.token_bytes + 4 * layout.head_dim
     max_tokens = max(0, budget) // token_bytes
-    if max_tokens < config.max_num_batched_tokens:
-        needed = config.max_num_batched_tokens * token_bytes + activation_bytes
+    chunk_tokens = min(config.max_num_batched_tokens, max_model_len)
+    if max_tokens < chunk_tokens:
+        needed = chunk_tokens * token_bytes + activation_bytes
         raise CapacityError(
-            f"a chunk of {config.max_num_batched_tokens} tokens needs {needed / _GIB:.2f} GiB on "
+            f"a chunk of {chunk_tokens} tokens needs {needed / _GIB:.2f} GiB on "
             f"{device.name}, and {(budget + activation_bytes) / _GIB:.2f} GiB are left. Lower "
             "max_num_batched_tokens or num_gpu_blocks, or raise gpu_memory_utilization"
         )

@@ -53,8 +53,11 @@ class OffloadRunner(Runner):
         ((seq, num_tokens),) = step.prefills or [(step.decodes[0], 1)]
         engine, device = self._engine, self._device
         engine.stats.phase = "prefill" if is_prefill else "decode"
-        engine.pool.reserve(max(seq.block_table) + 1)
         start = seq.num_computed_tokens
+        block_size = engine.pool.layout.block_size
+        engine.pool.reserve(
+            seq.block_table[start // block_size : -(-(start + num_tokens) // block_size)]
+        )
         token_ids = device.upload(seq.token_ids[start : start + num_tokens], torch.int32)
         chunks = self._chunks(seq, num_tokens, is_prefill)
         engine.recent.reserve(chunks[-1].num_device_tokens)
@@ -99,8 +102,10 @@ class OffloadRunner(Runner):
             dtype=torch.int32,
             device=self._device.torch_device,
         ).split(self._chunk_tokens)
+        # As far as the phase goes, so that what a prefill reads can be told beforehand.
         num_generated = seq.num_tokens - seq.num_prompt_tokens
-        continues = stop < seq.num_tokens or num_generated + 1 < seq.params.max_tokens
+        more = num_generated + 1 < seq.params.max_tokens
+        continues = stop < seq.num_tokens if is_prefill else more
         return [
             Chunk(
                 block_table=seq.block_table,

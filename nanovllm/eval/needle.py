@@ -138,6 +138,27 @@ def describe(result: NeedleResult) -> str:
     return "\n".join(lines)
 
 
+def describe_transfers(stats: dict[str, Any]) -> list[str]:
+    """Return lines on where the KV cache lay and what was copied, from `LLM.stats()`.
+
+    None if it lay on the device.
+    """
+    if not stats["transfers"]:
+        return []
+    mib = 1 << 20
+    lines = [
+        f"KV cache: {stats['kv_host_bytes'] / mib:.0f} MiB in host memory, "
+        f"{stats['kv_device_bytes'] / mib:.0f} MiB of buffers on the device"
+    ]
+    for phase, traffic in stats["transfers"].items():
+        written, read = (
+            (traffic[direction]["key_bytes"] + traffic[direction]["value_bytes"]) / mib
+            for direction in ("d2h", "h2d")
+        )
+        lines.append(f"  {phase}: {written:.0f} MiB written to host memory, {read:.0f} MiB read")
+    return lines
+
+
 def _chat_frame(tokenizer: Any) -> tuple[str, str]:
     """Return what a chat template puts before and after the user's message."""
     if not getattr(tokenizer, "chat_template", None):

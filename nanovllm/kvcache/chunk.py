@@ -27,7 +27,7 @@ class Chunk:
     is_last: bool
     """Whether the step computes no later chunk of the sequence."""
     continues: bool
-    """Whether a later step of the sequence is to be expected."""
+    """Whether a later step of the same phase is to be expected."""
     slots: torch.Tensor
     """int32 `[num_tokens]`: the chunk's places in the buffer that it is stored in."""
 

@@ -80,9 +80,9 @@ class OffloadEngine:
         self._slots = torch.empty(
             (num_slots, *layout.block_shape), dtype=layout.dtype, device=device.torch_device
         )
-        # What `load_blocks` yields lies here, token-major.
+        # What `load_blocks` yields lies here, token-major: a token's keys, then its values.
         self._window = torch.empty(
-            (2, self.piece_blocks * layout.block_size, *layout.token_shape),
+            (self.piece_blocks * layout.block_size, 2, *layout.token_shape),
             dtype=layout.dtype,
             device=device.torch_device,
         )
@@ -113,19 +113,22 @@ class OffloadEngine:
 
         Yields:
             Keys and values, `[n * block_size, num_kv_heads, head_dim]` for up to `piece_blocks`
-            blocks, good for kernels on the compute stream until the next ones are asked for. Never
-            waits with the host, unless for memory that is still being made.
+            blocks, good for kernels on the compute stream until the next ones are asked for, of
+            this iterator or another: several may take turns, but then load some blocks twice.
+            Never waits with the host, unless for memory that is still being made.
         """
         plan = [_Wish(layer_id, block_id) for block_id in block_ids]
         num_wanted = len(plan)
         if ahead is not None:
             plan += [_Wish(ahead[0], block_id) for block_id in ahead[1]]
-        num_issued = self._keep_matching(plan)
-        num_issued = self._issue(plan, num_issued)
+        self._fetch(plan)
         for start in range(0, num_wanted, self.piece_blocks):
+            # Who asked for the piece before may have loaded something else since.
+            self._fetch(plan)
             count = min(self.piece_blocks, num_wanted - start)
             piece = self._unpack([self._in_flight.popleft() for _ in range(count)])
-            num_issued = self._issue(plan, num_issued)
+            del plan[:count]
+            self._fetch(plan)
             yield piece
 
     def load_to_slot_layer(self, slot: int, layer_id: int, block_id: int) -> None:
@@ -196,6 +199,10 @@ class OffloadEngine:
         """Give up the loads that were begun ahead."""
         self._keep_matching([])
 
+    def _fetch(self, plan: Seq[_Wish]) -> None:
+        """Let the loads in flight be those that `plan` asks for first."""
+        self._issue(plan, self._keep_matching(plan))
+
     def _keep_matching(self, plan: Seq[_Wish]) -> int:
         """Give up loads in flight from the first on that `plan` does not ask for in its turn.
 
@@ -264,12 +271,11 @@ class OffloadEngine:
             rows = slice(start * self._block_size, (start + count) * self._block_size)
             self.device.touch(reads=Span("slot", slot, count))
             slots = self._slots[slot : slot + count]
-            unpack_blocks(slots[:, 0], self._window[0, rows])
-            unpack_blocks(slots[:, 1], self._window[1, rows])
+            unpack_blocks(slots.flatten(1, 2), self._window[rows].flatten(1, 2))
             done = self.compute_stream.record()
             self.ring_slot_compute_done[slot : slot + count] = [done] * count
             start += count
-        keys, values = self._window[:, : len(loads) * self._block_size]
+        keys, values = self._window[: len(loads) * self._block_size].unbind(1)
         return keys, values
 
     def _wait(self, events: Seq[Event | None]) -> None:

@@ -82,8 +82,7 @@ class OffloadedSource(KVSource):
         num_host = len(chunk.host_blocks)
         wanted = set(selected)
         loaded = [block_id for block_id in chunk.host_blocks if block_id in wanted]
-        ahead = None if self._next_layer is None else (self._next_layer, loaded)
-        for piece in self._engine.load_blocks(self._layer_id, loaded, ahead):
+        for piece in self._engine.load_blocks(self._layer_id, loaded, self._ahead(loaded)):
             yield KVPiece(*piece, holds_chunk=False)
         keys, values = self._engine.get_prefill_buffer_slice(
             self._layer_id, chunk.num_device_tokens
@@ -98,3 +97,13 @@ class OffloadedSource(KVSource):
             rows = slot_index(kept, num_tokens, size, self._engine.device)
             keys, values = keys[rows], values[rows]
         yield KVPiece(keys, values, holds_chunk=True)
+
+    def _ahead(self, loaded: Seq[int]) -> tuple[int, Seq[int]] | None:
+        """Return the layer and blocks that are likely to be wanted next."""
+        if self._next_layer is None:
+            return None
+        chunk = self._chunk
+        if self._next_layer < self._layer_id and len(loaded) == len(chunk.host_blocks):
+            # The next step: its history has this chunk's blocks too.
+            return self._next_layer, chunk.block_table[: chunk.context_len // chunk.block_size]
+        return self._next_layer, loaded

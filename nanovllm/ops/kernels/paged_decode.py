@@ -1,5 +1,7 @@
 """Split-KV decode attention over a paged cache (flash-decoding), heads of a GQA group together."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -229,12 +231,19 @@ def decode_attention_with_lse(
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.paged_attention.decode_attention_with_lse`. `splits`: as above."""
-    table = torch.zeros(1, 1, dtype=torch.int32, device=query.device)
-    length = torch.full((1,), len(keys), dtype=torch.int32, device=query.device)
+    num_keys = len(keys)
+    numbers = _numbers(query.device, triton.next_power_of_2(num_keys + 1))
+    length, table = numbers[num_keys : num_keys + 1], numbers[None, :1]
     # One block that has room for any length: its size is a constant of the compiled kernel.
     return _launch(
         query, keys[None], values[None], table, length, softmax_scale, splits, True, 1 << 30
     )
+
+
+@lru_cache(maxsize=8)
+def _numbers(device: torch.device, count: int) -> torch.Tensor:
+    """Return 0 to `count` - 1 on a device, so that a length there is a view and no launch."""
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def _num_sms(device: torch.device) -> int:

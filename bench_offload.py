@@ -10,8 +10,10 @@ reach alone. `--profile` adds a table of what the copy engines did beside the ke
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,69 +55,83 @@ def main() -> None:
     host = {"enable_offload": True, "num_kvcache_blocks": -(-longest // 1024)}
     chunked = {"prefill_order": "chunk", "max_num_batched_tokens": args.chunk_tokens}
     with model_directory(args.model) as found:
-        num_blocks = -(-longest // 256)
-        engines = [
-            Engine("resident", args, *found, num_kvcache_blocks=num_blocks, max_num_seqs=8),
-            Engine("layer-major", args, *found, prefill_order="layer", **host),
-            Engine("chunk-major", args, *found, **chunked, **host),
-        ]
-    facts = machine_facts(engines[0].llm) | {"model": args.model}
+        offloaded = [Engine("layer-major", args, *found, prefill_order="layer", **host)]
+        resident = []
+        if args.cases != "decode":
+            num_blocks = -(-longest // 256)
+            resident = [
+                Engine("resident", args, *found, num_kvcache_blocks=num_blocks, max_num_seqs=8)
+            ]
+            offloaded.append(Engine("chunk-major", args, *found, **chunked, **host))
+    llm = offloaded[0].llm
+    facts = machine_facts(llm) | {"model": args.model}
     print(facts)
     generator = torch.Generator().manual_seed(0)
-    vocab_size = engines[0].llm.engine.model_config.vocab_size
     for length in sorted(args.lengths, reverse=True):
+        vocab_size = llm.engine.model_config.vocab_size
         prompt = torch.randint(vocab_size, (length,), generator=generator).tolist()
-        samples: dict[str, list[float]] = {engine.name: [] for engine in engines}
-        stats = {}
-        for turn in range(args.repeats + 1):  # the first turn warms up
-            for engine in engines:
-                engine.llm.reset_stats()
-                ttft_ms = engine.generate(prompt).ttft_ms
-                stats[engine.name] = engine.llm.stats()
-                if turn:
-                    samples[engine.name].append(round(ttft_ms, 2))
-        medians = {name: statistics.median(values) for name, values in samples.items()}
-        write_record(args.json, facts | {"length": length, "samples": samples, "stats": stats})
-        for name, median in medians.items():
-            print(
-                f"prefill {length:7} {name:12} {median:9.1f} ms "
-                f"({min(samples[name]):.1f} to {max(samples[name]):.1f}) "
-                f"{median / medians['resident']:6.3f} of resident; {_describe(stats[name])}"
-            )
-        for engine in engines[1:2]:
-            _time_decode(engine, prompt, args, facts)
+        if resident:
+            _time_prefill([*resident, *offloaded], prompt, args, facts)
+        if args.cases != "prefill":
+            _time_decode(llm, prompt, args, facts)
         if args.profile:
-            for engine in engines[1:]:
+            for engine in offloaded:
                 _profile(f"prefill {length} {engine.name}", partial(engine.generate, prompt))
-    for engine in engines:
+    for engine in [*resident, *offloaded]:
         engine.llm.close()
 
 
+def _time_prefill(
+    engines: list[Engine], prompt: list[int], args: argparse.Namespace, facts: dict[str, Any]
+) -> None:
+    """Time prefill on each engine, in turn."""
+    samples: dict[str, list[float]] = {engine.name: [] for engine in engines}
+    stats = {}
+    for turn in range(args.repeats + 1):  # the first turn warms up
+        for engine in engines:
+            engine.llm.reset_stats()
+            ttft_ms = engine.generate(prompt).ttft_ms
+            stats[engine.name] = engine.llm.stats()
+            if turn:
+                samples[engine.name].append(round(ttft_ms, 2))
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    for name, median in medians.items():
+        print(
+            f"prefill {len(prompt):7} {name:12} {median:9.1f} ms "
+            f"({min(samples[name]):.1f} to {max(samples[name]):.1f}) "
+            f"{median / medians['resident']:6.3f} of resident; {_describe(stats[name])}"
+        )
+    write_record(args.json, facts | {"prefill": len(prompt), "ms": samples, "stats": stats})
+
+
 def _time_decode(
-    engine: Engine, prompt: list[int], args: argparse.Namespace, facts: dict[str, Any]
+    llm: LLM, prompt: list[int], args: argparse.Namespace, facts: dict[str, Any]
 ) -> None:
     """Time decode over host memory against reading the cache at the measured rate."""
+    params = SamplingParams(temperature=0, max_tokens=args.decode_tokens + 2, ignore_eos=True)
     times = []
-    for _ in range(args.repeats):
-        engine.llm.reset_stats()
-        output = engine.generate(prompt, args.decode_tokens + 1)
-        times.append(output.decode_ms / args.decode_tokens)
-        stats = engine.llm.stats()
+    for _ in llm.stream([prompt], params):
+        times.append(time.perf_counter())
+        if len(times) == 2:  # the first decode step warms up
+            llm.reset_stats()
+    samples = [round((b - a) * 1e3, 2) for a, b in pairwise(times[1:])]
+    stats = llm.stats()
     traffic = stats["transfers"]["decode"]["h2d"]
     num_bytes = (traffic["key_bytes"] + traffic["value_bytes"]) / args.decode_tokens
     copy_bytes = num_bytes * args.decode_tokens / max(1, traffic["num_copies"])
-    rate = copy_rate(engine.llm, int(copy_bytes), to_device=True)
-    best = copy_rate(engine.llm, GIB, to_device=True)
+    rate = copy_rate(llm, int(copy_bytes), to_device=True)
+    best = copy_rate(llm, GIB, to_device=True)
     floor = num_bytes / best / 1e6
-    median = statistics.median(times)
+    median = statistics.median(samples)
     print(
-        f"decode  {len(prompt):7} {engine.name:12} {median:9.2f} ms a token "
-        f"({min(times):.2f} to {max(times):.2f}); {num_bytes / 1e9:.2f} GB in copies of "
-        f"{copy_bytes / 2**20:.1f} MiB, {num_bytes / median / 1e6:.1f} GB/s; copies alone "
-        f"{rate:.1f}, of 1 GiB {best:.1f} GB/s; {median / floor:.3f} of the floor; "
-        f"waited {stats['transfers']['decode']['wait_ms'] / args.decode_tokens:.1f} ms a token"
+        f"decode  {len(prompt):7} {median:9.2f} ms a token ({min(samples):.2f} to "
+        f"{max(samples):.2f}, n = {len(samples)}); {num_bytes / 1e9:.2f} GB in copies of "
+        f"{copy_bytes / 2**20:.1f} MiB, {num_bytes / median / 1e6:.1f} GB/s; such copies alone "
+        f"{rate:.1f}, of 1 GiB {best:.1f} GB/s; {median / floor:.3f} of the floor; waited "
+        f"{stats['transfers']['decode']['wait_ms'] / args.decode_tokens:.1f} ms a token"
     )
-    write_record(args.json, facts | {"decode": len(prompt), "samples": times, "stats": stats})
+    rates = {"copy_gb_s": rate, "best_copy_gb_s": best}
+    write_record(args.json, facts | rates | {"decode": len(prompt), "ms": samples, "stats": stats})
 
 
 def copy_rate(llm: LLM, num_bytes: int, to_device: bool) -> float:
@@ -199,7 +215,8 @@ def _parse_args() -> argparse.Namespace:
     add("--model", default="llama-3.1-8b", help="demo, llama-3.1-8b or a directory")
     add("--lengths", type=int, nargs="+", default=[32768, 65536, 131072])
     add("--chunk-tokens", type=int, default=8192, help="chunk of the chunk-major prefill")
-    add("--decode-tokens", type=int, default=8)
+    add("--decode-tokens", type=int, default=24)
+    add("--cases", default="all", choices=["all", "prefill", "decode"])
     add("--repeats", type=int, default=3)
     add("--attention-backend", default="auto")
     add("--profile", action="store_true", help="profile one prefill of each order")

@@ -181,3 +181,91 @@ def ids(tokenizer: PreTrainedTokenizerFast, *tokens: str) -> list[int]:
     """Return the ids of tokens, written as in the vocabulary; each must be there."""
     vocab: Mapping[str, int] = tokenizer.get_vocab()
     return [vocab[token] for token in tokens]
+
+
+NUM_NEEDLES, NUM_HAY = 8, 16
+_SCORE = 40.0  # e**40 is far more than the tokens of any text
+
+
+def write_retrieval_model(directory: Path, max_position_embeddings: int) -> Path:
+    """Write a Llama that looks up needles wherever they lie; return the directory.
+
+    A `needle_token(i, j)` in the text says that question `i` is answered by question `j`: after
+    `question_token(i)` the model generates `question_token(j)`, and so goes on from needle to
+    needle. Tokens 0 to `NUM_HAY - 1` mean nothing. The first of the layer's two query heads looks
+    for the needles of even questions, the second for the others. Positions turn the dimensions that
+    they look at by less than 0.05 of a radian in 33,000 tokens.
+    """
+    vocab_size = question_token(NUM_NEEDLES)
+    hidden, head_dim, mlp = 64, 32, 16
+    root = math.sqrt(hidden)
+    # Parts of the hidden state: needle's question, needle's answer, question asked, answer found,
+    # and one for each token that means nothing.
+    needle, says, asked, found, hay = range(0, 40, 8)
+    embedding = torch.zeros(vocab_size, hidden)
+    for token in range(NUM_HAY):
+        embedding[token, hay + token] = root
+    q_proj, k_proj = torch.zeros(2 * head_dim, hidden), torch.zeros(head_dim, hidden)
+    v_proj, o_proj = torch.zeros(head_dim, hidden), torch.zeros(hidden, 2 * head_dim)
+    head = torch.zeros(vocab_size, hidden)
+    size = math.sqrt(_SCORE * math.sqrt(head_dim)) / root
+    for i in range(NUM_NEEDLES):
+        for j in range(NUM_NEEDLES):
+            # Two parts of equal size, which the norm keeps as they are.
+            embedding[needle_token(i, j), [needle + i, says + j]] = root / math.sqrt(2)
+        embedding[question_token(i), asked + i] = root
+        # The last pairs of dimensions are those that positions hardly turn.
+        slow = head_dim // 2 - NUM_NEEDLES + i
+        q_proj[i % 2 * head_dim + slow, asked + i] = size * math.sqrt(2)
+        k_proj[slow, needle + i] = size
+        v_proj[i, says + i] = 1.0
+        for query_head in range(2):
+            o_proj[found + i, query_head * head_dim + i] = 1.0
+        head[question_token(i), found + i] = 1.0
+    layer = "model.layers.0"
+    weights = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": head,
+        f"{layer}.input_layernorm.weight": torch.ones(hidden),
+        f"{layer}.post_attention_layernorm.weight": torch.ones(hidden),
+        f"{layer}.self_attn.q_proj.weight": q_proj,
+        f"{layer}.self_attn.k_proj.weight": k_proj,
+        f"{layer}.self_attn.v_proj.weight": v_proj,
+        f"{layer}.self_attn.o_proj.weight": o_proj,
+        f"{layer}.mlp.gate_proj.weight": torch.zeros(mlp, hidden),
+        f"{layer}.mlp.up_proj.weight": torch.zeros(mlp, hidden),
+        f"{layer}.mlp.down_proj.weight": torch.zeros(hidden, mlp),
+    }
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "dtype": "float32",
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": False,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": head_dim,
+        "rms_norm_eps": 1e-12,
+        "rope_theta": 1e12,
+        "eos_token_id": None,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def needle_token(question: int, answer: int) -> int:
+    """Return the token of the retrieval model that says which question answers a question."""
+    return NUM_HAY + NUM_NEEDLES * question + answer
+
+
+def question_token(question: int) -> int:
+    """Return the token of the retrieval model that asks, or answers with, a question."""
+    return NUM_HAY + NUM_NEEDLES**2 + question

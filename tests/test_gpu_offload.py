@@ -157,13 +157,13 @@ def test_memory_does_not_grow_over_100_chunks():
         assert torch.cuda.memory_allocated() <= before
 
 
-def test_thousands_of_new_tokens():
+def test_new_tokens_across_blocks():
     prompt = prompts()[1]
     options = {"max_model_len": 4096, "kvcache_block_size": 128}
     with open_llm("float32", num_kvcache_blocks=32, **options) as llm:
-        expected = generate(llm, [prompt], 2000)
+        expected = generate(llm, [prompt], 600)
     with open_offloaded("float32", **options) as llm:
-        outputs = generate(llm, [prompt], 2000)
+        outputs = generate(llm, [prompt], 600)
     assert_nearly_same_choice(outputs[0], expected[0], "float32")
 
 

@@ -14,6 +14,9 @@ from tolerances import relative_rms
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.device import HostMemory
+from nanovllm.engine.offload_runner import OffloadRunner
+from nanovllm.kvcache.offload_engine import OffloadEngine
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -21,6 +24,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "MistralForCausalLM": "mistral",
 }
+NAN = float("nan")
 VOCAB_SIZE = 320
 NEAR_TIE = 1e-4
 """Logits closer than this may be ordered either way: fp32 sums of a few hundred terms of size 10
@@ -30,6 +34,8 @@ LOGPROB_TOLERANCE = 2e-4
 BFLOAT16_LOGPROBS = 0.015
 """Relative RMS error of log-probabilities. bfloat16 rounds to 2**-9, ten times and more between
 embedding and logits; 0.003 to 0.006 was measured."""
+FLOAT16_LOGPROBS = 0.002
+"""The same for float16, which rounds to 2**-12: 0.0006 to 0.0007 was measured."""
 
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
@@ -120,6 +126,32 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
+def whole_distribution(outputs: Sequence[RequestOutput]) -> list[torch.Tensor]:
+    """Return each output's log-probabilities of the whole vocabulary, `[tokens, vocab_size]`."""
+    return [
+        torch.tensor([[row[i] for i in range(VOCAB_SIZE)] for row in output.logprobs])
+        for output in outputs
+    ]
+
+
+def assert_same_answer(ours: RequestOutput, theirs: RequestOutput) -> None:
+    """Assert equal tokens up to the first near tie, and equal log-probabilities up to rounding.
+
+    Both must have been asked for the log-probabilities of the whole vocabulary.
+    """
+    num_tokens = len(theirs.token_ids)
+    assert len(ours.token_ids) == num_tokens > 0
+    pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
+    differs = next((i for i, (a, b) in enumerate(pairs) if a != b), num_tokens)
+    # Up to and with the first token that differs, both were chosen after the same tokens.
+    (our_rows,), (their_rows,) = whole_distribution([ours]), whole_distribution([theirs])
+    worst = (our_rows - their_rows)[: differs + 1].abs().max()
+    assert worst < LOGPROB_TOLERANCE, f"log-probabilities are off by {worst:.2g}"
+    if differs < num_tokens:
+        a, b = their_rows[differs][[ours.token_ids[differs], theirs.token_ids[differs]]]
+        assert b - a < NEAR_TIE, f"token {differs} of {num_tokens} differs, by {b - a:.2g}"
+
+
 @lru_cache(maxsize=16)
 def load_reference(directory: Path) -> PreTrainedModel:
     """Load a checkpoint with transformers, in fp32 and with its plainest attention."""
@@ -196,8 +228,7 @@ def assert_same_logprobs(
 def logprob_error(output: RequestOutput, directory: Path, prompt: Sequence[int]) -> float:
     """Return the relative RMS error of reported log-probabilities of the whole vocabulary."""
     expected = answer_logits(directory, prompt, output.token_ids).log_softmax(-1)
-    ours = torch.tensor([[row[i] for i in range(VOCAB_SIZE)] for row in output.logprobs])
-    return relative_rms(ours, expected)
+    return relative_rms(whole_distribution([output])[0], expected)
 
 
 def open_llm(directory: Path, **options: Any) -> LLM:
@@ -205,10 +236,34 @@ def open_llm(directory: Path, **options: Any) -> LLM:
     llm = LLM(
         directory, **{"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 16} | options
     )
-    for layer in llm.engine._runner._cache.layers:
-        layer.keys.fill_(float("nan"))
-        layer.values.fill_(float("nan"))
+    runner = llm.engine._runner
+    if isinstance(runner, OffloadRunner):
+        _poison(runner._engine)
+    else:
+        for layer in runner._cache.layers:
+            layer.keys.fill_(NAN)
+            layer.values.fill_(NAN)
     return llm
+
+
+def _poison(engine: OffloadEngine) -> None:
+    """Fill all buffers of an offload engine with NaN, and those that it makes later."""
+    recent, device = engine.recent, engine.device
+    make_buffer, allocate_host = recent._empty, device.allocate_host
+
+    def poisoned_buffer(num_blocks: int) -> torch.Tensor:
+        return make_buffer(num_blocks).fill_(NAN)
+
+    def poisoned_host(shape: tuple[int, ...], dtype: torch.dtype) -> HostMemory:
+        memory = allocate_host(shape, dtype)
+        memory.tensor.fill_(NAN)
+        return memory
+
+    made = [piece.result().tensor for piece in engine.pool._pieces.values()]
+    on_device = [engine._slots, engine._window, engine._writer._staging]
+    for tensor in [*made, *on_device, recent._tails, recent._buffer]:
+        tensor.fill_(NAN)
+    recent._empty, device.allocate_host = poisoned_buffer, poisoned_host
 
 
 def generate(

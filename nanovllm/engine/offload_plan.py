@@ -37,7 +37,7 @@ def plan_offload(
         CapacityError: not even one block fits into the host memory allowed, or not the
             `max_model_len` that was asked for.
     """
-    num_blocks = _num_host_blocks(config, layout, max_model_len)
+    num_blocks = _num_host_blocks(config, layout)
     capacity = num_blocks * layout.block_size
     if capacity < max_model_len:
         needed = layout.num_blocks_for(max_model_len) * layout.block_bytes
@@ -111,7 +111,7 @@ def plan_whole_prefill(
     return 0 if config.prefill_order == "chunk" else max_tokens
 
 
-def _num_host_blocks(config: Config, layout: KVLayout, max_model_len: int) -> int:
+def _num_host_blocks(config: Config, layout: KVLayout) -> int:
     free = free_host_bytes()
     if config.num_kvcache_blocks is not None:
         num_blocks, budget = config.num_kvcache_blocks, free
@@ -133,5 +133,4 @@ def _num_host_blocks(config: Config, layout: KVLayout, max_model_len: int) -> in
             f"{layout.block_bytes / _GIB:.3g} GiB, and {source} gives {budget / _GIB:.3g} GiB. "
             "Raise cpu_memory_gb, or lower kvcache_block_size"
         )
-    most_useful = config.max_num_seqs * layout.num_blocks_for(max_model_len)
-    return min(num_blocks, most_useful)
+    return num_blocks

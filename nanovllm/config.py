@@ -1,6 +1,7 @@
 """The engine's options: one frozen dataclass, checked before any work starts."""
 
 import difflib
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -11,6 +12,12 @@ from nanovllm.kvcache.sparse.registry import SparsePolicyType, parse_policy_type
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 PrefillOrder = Literal["auto", "layer", "chunk"]
+_OFFLOAD_ONLY = {
+    "cpu_memory_gb": None,
+    "num_gpu_blocks": None,
+    "prefill_order": "auto",
+    "enable_nvtx": False,
+}
 AttentionBackendName = Literal["auto", "fa4", "fa2", "cudnn", "flash", "torch"]
 
 
@@ -59,8 +66,8 @@ class Config:
     """Whether the KV cache lies in host memory and passes through a ring of slots on the device.
     Requests then run one at a time."""
     cpu_memory_gb: float | None = None
-    """GiB of host memory that the KV cache may grow to, with offload; > 0. None: half of what is
-    free."""
+    """GiB of host memory that the KV cache may grow to, with offload; at least one block. None:
+    half of what is free, on a CPU a quarter."""
     num_gpu_blocks: int | None = None
     """Slots of the ring, each of one KV block of one layer, with offload; >= 2. None: slots for
     65,536 tokens, fewer where requests are short."""
@@ -128,12 +135,15 @@ class Config:
             if slots < 2:
                 raise ConfigError("num_gpu_blocks=1: one slot loads while another is read, so >= 2")
         if gib is not None and not (
-            isinstance(gib, (int, float)) and not isinstance(gib, bool) and gib >= 0
+            isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 <= gib < math.inf
         ):
-            raise ConfigError(f"cpu_memory_gb={gib!r} is not a number > 0")
-        for name in ("num_gpu_blocks", "cpu_memory_gb"):
-            if getattr(self, name) is not None and not self.enable_offload:
-                raise ConfigError(f"{name} is for a KV cache in host memory: enable_offload=True")
+            raise ConfigError(f"cpu_memory_gb={gib!r} is not a number of GiB")
+        for name, unset in _OFFLOAD_ONLY.items():
+            if getattr(self, name) != unset and not self.enable_offload:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is for a KV cache in host memory: set "
+                    "enable_offload=True"
+                )
 
     @classmethod
     def from_options(cls, model: object, options: dict[str, Any]) -> "Config":

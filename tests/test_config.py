@@ -67,6 +67,7 @@ INVALID = [
     ("enable_offload", 1),
     ("cpu_memory_gb", -1),
     ("cpu_memory_gb", "8"),
+    ("cpu_memory_gb", float("inf")),
     ("num_gpu_blocks", 1),
     ("num_gpu_blocks", 2.0),
     ("prefill_order", "layers"),

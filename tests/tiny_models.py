@@ -259,7 +259,7 @@ def _poison(engine: OffloadEngine) -> None:
         memory.tensor.fill_(NAN)
         return memory
 
-    made = [piece.result().tensor for piece in engine.pool._pieces.values()]
+    made = [piece.result().tensor for piece in engine.pool._maker.pieces.values()]
     on_device = [engine._slots, engine._window, engine._writer._staging]
     for tensor in [*made, *on_device, recent._tails, recent._buffer]:
         tensor.fill_(NAN)

@@ -1,8 +1,8 @@
 """Which KV block belongs to whom: reference counts, a prefix cache by hash, the order of reuse.
 
 Pure bookkeeping. A block is in use while some sequence's table names it. A block that was filled
-keeps its hash when its last user leaves, and can be found again until it is given to someone else;
-blocks are given out in the order in which they became free.
+keeps its hash when its last user leaves, and can be found again until it is given to someone else.
+Blocks without a hash are given out first, then blocks in the order in which they became free.
 """
 
 from collections import OrderedDict
@@ -122,6 +122,8 @@ class BlockManager:
             block.num_users -= 1
             if block.num_users == 0:
                 self._free[block_id] = None
+                if block.hash is None:  # nobody will find it: taken again before others are
+                    self._free.move_to_end(block_id, last=False)
         seq.block_table = []
         seq.num_computed_tokens = 0
         self._refused = None

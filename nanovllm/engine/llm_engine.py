@@ -97,8 +97,8 @@ class LLMEngine:
     def step(self) -> Step:
         """Compute one step: bring chosen sequences on, and end those that are done.
 
-        Waits for the device where tokens are sampled. If computing fails, the sequences of the
-        step are aborted and the error is passed on.
+        Waits for the device where tokens are sampled. If host memory cannot grow, the sequences of
+        the step fail. If computing fails otherwise, they are aborted and the error is passed on.
         """
         step = self._scheduler.schedule()
         if not step.num_tokens:
@@ -106,9 +106,12 @@ class LLMEngine:
         try:
             with self.device.active():
                 self._compute(step)
+        except CapacityError as error:
+            for seq in step.sequences:
+                self._fail(seq, str(error))
         except BaseException:
             # How far each sequence came is not known; those that wait or run beside can go on.
-            for seq in [*(seq for seq, _ in step.prefills), *step.decodes]:
+            for seq in step.sequences:
                 self.abort(seq)
             raise
         return step

@@ -12,6 +12,7 @@ logger = get_logger(__name__)
 
 _GIB = 1 << 30
 _HOST_SHARE = 0.5  # of what is free: pinned memory is lost to everyone else
+_CPU_SHARE = 0.25  # where the device computes in the same memory, and other programs live there too
 _RING_TOKENS = 65536  # half of them is what attention gets at a time: long enough to be efficient
 _STAGING_BYTES = 64 << 20  # two copies in flight, each long enough to run at full speed
 
@@ -35,9 +36,9 @@ def plan_offload(
 
     Raises:
         CapacityError: not even one block fits into the host memory allowed, or not the
-            `max_model_len` that was asked for.
+            `max_model_len` that was asked for, or the ring does not fit on the device.
     """
-    num_blocks = _num_host_blocks(config, layout)
+    num_blocks = _num_host_blocks(config, device, layout)
     capacity = num_blocks * layout.block_size
     if capacity < max_model_len:
         needed = layout.num_blocks_for(max_model_len) * layout.block_bytes
@@ -60,6 +61,15 @@ def plan_offload(
     num_slots = config.num_gpu_blocks or max(2, min(_RING_TOKENS // layout.block_size, 2 * longest))
     chunk_blocks = layout.num_blocks_for(min(config.max_num_batched_tokens, max_model_len))
     num_staging = max(2, min(_STAGING_BYTES // layout.layer_block_bytes, 2 * chunk_blocks))
+    # Ring, window of half its size, staging and tails; each tail is a block of a layer.
+    num_buffers = num_slots + num_slots // 2 + num_staging + layout.num_layers
+    if num_buffers * layout.layer_block_bytes > device.free_memory_bytes():
+        raise CapacityError(
+            f"num_gpu_blocks={num_slots}: the ring and what belongs to it need "
+            f"{num_buffers * layout.layer_block_bytes / _GIB:.2f} GiB on {device.name}, and "
+            f"{device.free_memory_bytes() / _GIB:.2f} GiB are free. Lower num_gpu_blocks or "
+            "kvcache_block_size"
+        )
     logger.info(
         "KV cache: up to %d blocks of %d tokens, %.2f GiB, in host memory; %d slots on %s",
         num_blocks,
@@ -94,7 +104,7 @@ def plan_whole_prefill(
     """
     total, free = device.total_memory_bytes(), device.free_memory_bytes()
     if device.torch_device.type == "cpu":
-        budget = int(free * _HOST_SHARE)
+        budget = int(free * _CPU_SHARE)
     else:
         budget = int(total * config.gpu_memory_utilization) - (total - free) - activation_bytes
     # Hidden state, the layer's keys and values, and the rotary angles in fp32.
@@ -111,26 +121,32 @@ def plan_whole_prefill(
     return 0 if config.prefill_order == "chunk" else max_tokens
 
 
-def _num_host_blocks(config: Config, layout: KVLayout) -> int:
+def _num_host_blocks(config: Config, device: Device, layout: KVLayout) -> int:
     free = free_host_bytes()
     if config.num_kvcache_blocks is not None:
-        num_blocks, budget = config.num_kvcache_blocks, free
-        source = f"num_kvcache_blocks={num_blocks}"
+        budget = config.num_kvcache_blocks * layout.block_bytes
+        source = f"num_kvcache_blocks={config.num_kvcache_blocks}"
     elif config.cpu_memory_gb is not None:
         budget = int(config.cpu_memory_gb * _GIB)
-        num_blocks, source = budget // layout.block_bytes, f"cpu_memory_gb={config.cpu_memory_gb}"
-        if budget > free:
-            # A virtual machine may be given memory only when it asks for it.
-            logger.warning(
-                "%s exceeds the %.1f GiB that the system reports as free", source, free / _GIB
-            )
+        source = f"cpu_memory_gb={config.cpu_memory_gb}"
     else:
-        budget = int(free * _HOST_SHARE)
-        num_blocks, source = budget // layout.block_bytes, f"half of the {free / _GIB:.1f} GiB free"
+        share = _CPU_SHARE if device.torch_device.type == "cpu" else _HOST_SHARE
+        budget = int(free * share)
+        source = f"{share:.0%} of the {free / _GIB:.1f} GiB free"
+    num_blocks = budget // layout.block_bytes
     if num_blocks < 1:
         raise CapacityError(
             f"no room for the host KV cache: one block of {layout.block_size} tokens needs "
             f"{layout.block_bytes / _GIB:.3g} GiB, and {source} gives {budget / _GIB:.3g} GiB. "
             "Raise cpu_memory_gb, or lower kvcache_block_size"
+        )
+    if budget > free:
+        # A virtual machine may be given memory only when it asks for it.
+        logger.warning(
+            "%s: the host KV cache may grow to %.1f GiB, more than the %.1f GiB that the system "
+            "reports as free",
+            source,
+            budget / _GIB,
+            free / _GIB,
         )
     return num_blocks

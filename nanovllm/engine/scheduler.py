@@ -23,6 +23,11 @@ class Step:
         return len(self.decodes) + sum(n for _, n in self.prefills)
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """All sequences that the step computes tokens of."""
+        return [*(seq for seq, _ in self.prefills), *self.decodes]
+
+    @property
     def sampled(self) -> list[Sequence]:
         """Sequences whose last token the step computes, so that a new one follows it."""
         return [seq for seq, _ in self._sampled_with_rows()]

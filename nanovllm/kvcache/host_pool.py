@@ -1,9 +1,12 @@
 """KV blocks in main memory: pinned, made in pieces, in the background."""
 
 import time
+import weakref
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import product
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 
@@ -15,6 +18,7 @@ from nanovllm.log import get_logger
 logger = get_logger(__name__)
 
 _PIECE_TOKENS = 8192  # 32 MiB a layer of an 8B model, copied at full speed and pinned in 9 ms
+_PROBE_BYTES = 16 << 20  # to measure the rate of copies with
 
 
 class HostPool:
@@ -23,27 +27,28 @@ class HostPool:
     A piece holds a range of blocks in one layer, `[n, 2, num_kv_heads, block_size, head_dim]`: one
     block's K is contiguous, so is its V, and so is one head of either. Pinning runs at a few GB/s
     at most, so a thread makes pieces in the order in which `reserve` asks for them, and only who
-    needs one that is not there yet waits.
+    needs one that is not there yet waits. Memory is given back by `close`, or with the object.
     """
 
     def __init__(self, device: Device, layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.num_bytes = 0
-        """Bytes of the pieces that exist."""
-        self._device = device
         self._piece_blocks = max(1, min(num_blocks, _PIECE_TOKENS // layout.block_size))
-        self._pieces: dict[tuple[int, int], Future[HostMemory]] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-host-pool")
-        self._probe_stream = device.new_stream("probe")
-        self._warned = False
+        self._maker = _PieceMaker(device, layout)
+        # Also at the interpreter's end: pages must not go while they are pinned.
+        self.close = weakref.finalize(self, self._maker.close)
+        """Give the memory back, once copies in flight are over."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pieces that exist."""
+        return self._maker.num_bytes
 
     def reserve(self, block_ids: Iterable[int]) -> None:
         """Begin to make the pieces that hold some blocks, layer by layer. Does not wait."""
         indices = sorted({block_id // self._piece_blocks for block_id in block_ids})
-        for key in product(range(self.layout.num_layers), indices):
-            if key not in self._pieces:
-                self._pieces[key] = self._worker.submit(self._make_piece, key[1])
+        for layer_id, index in product(range(self.layout.num_layers), indices):
+            self._maker.begin((layer_id, index), self.num_adjacent(index * self._piece_blocks))
 
     def num_adjacent(self, block_id: int) -> int:
         """Return how many blocks, from this one on, lie one behind the other in every layer."""
@@ -59,12 +64,11 @@ class HostPool:
             CapacityError: the system has no memory for the piece.
         """
         index, start = divmod(first, self._piece_blocks)
-        if (layer_id, index) not in self._pieces:
+        if (layer_id, index) not in self._maker.pieces:
             self.reserve([first])
         try:
-            tensor = self._pieces[layer_id, index].result().tensor
+            tensor = self._maker.pieces[layer_id, index].result().tensor
         except (MemoryError, OSError, RuntimeError) as error:
-            del self._pieces[layer_id, index]  # there may be memory for it later
             raise CapacityError(
                 f"the host KV cache cannot grow beyond {self.num_bytes / 2**30:.1f} of "
                 f"{self.num_blocks * self.layout.block_bytes / 2**30:.1f} GiB: {error}. "
@@ -72,19 +76,56 @@ class HostPool:
             ) from error
         return tensor[start : start + num_blocks]
 
+
+class _PieceMaker:
+    """A thread that makes pieces of host memory, one after the other."""
+
+    def __init__(self, device: Device, layout: KVLayout) -> None:
+        self.pieces: dict[tuple[int, int], Future[HostMemory]] = {}
+        self.num_bytes = 0
+        self._device = device
+        self._layout = layout
+        self._probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device.torch_device)
+        self._probe_stream = device.new_stream("probe")
+        self._warned = False
+        self._jobs: SimpleQueue[tuple[Future[HostMemory], int] | None] = SimpleQueue()
+        # A daemon: the interpreter ends without making what is still asked for.
+        self._thread = Thread(target=self._work, name="nanovllm-host-pool", daemon=True)
+        self._thread.start()
+
+    def begin(self, key: tuple[int, int], num_blocks: int) -> None:
+        """Ask for a piece, unless it is there or on its way; one that failed is tried again."""
+        piece = self.pieces.get(key)
+        if piece is None or (piece.done() and piece.exception() is not None):
+            self.pieces[key] = Future()
+            self._jobs.put((self.pieces[key], num_blocks))
+
     def close(self) -> None:
-        """Give the memory back. No copy may be in flight."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
-        for piece in self._pieces.values():
+        """Give the memory back, and make no more."""
+        for piece in self.pieces.values():
+            piece.cancel()
+        self._jobs.put(None)
+        self._thread.join()
+        self._device.synchronize()
+        for piece in self.pieces.values():
             if not piece.cancelled() and piece.exception() is None:
                 piece.result().release()
-        self._pieces.clear()
+        self.pieces.clear()
         self.num_bytes = 0
 
-    def _make_piece(self, index: int) -> HostMemory:
-        num_blocks = self.num_adjacent(index * self._piece_blocks)
-        shape = (num_blocks, *self.layout.block_shape)
-        memory = self._device.allocate_host(shape, self.layout.dtype)
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, num_blocks = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(self._make(num_blocks))
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _make(self, num_blocks: int) -> HostMemory:
+        shape = (num_blocks, *self._layout.block_shape)
+        memory = self._device.allocate_host(shape, self._layout.dtype)
         is_first = self.num_bytes == 0
         self.num_bytes += memory.tensor.nbytes
         if not memory.is_pinned and not self._warned:
@@ -102,14 +143,15 @@ class HostPool:
         return memory
 
     def _measure_gb_s(self, tensor: torch.Tensor) -> tuple[float, float]:
-        """Return the rates of copies to the device and back, in GB/s."""
-        device = torch.empty_like(tensor, device=self._device.torch_device)
+        """Return the rates of copies to the device and back, in GB/s. Overwrites the tensor."""
+        host = tensor.view(torch.uint8).flatten()[:_PROBE_BYTES]
+        device = self._probe[: len(host)]
         rates = []
-        for target, source in ((device, tensor), (tensor, device)):
+        for target, source in ((device, host), (host, device)):
             for _ in range(2):  # the first warms up
                 before = time.perf_counter()
                 self._probe_stream.copy(target, source)
                 self._probe_stream.record().synchronize()
                 seconds = time.perf_counter() - before
-            rates.append(tensor.nbytes / seconds / 1e9)
+            rates.append(len(host) / seconds / 1e9)
         return rates[0], rates[1]

@@ -115,13 +115,11 @@ class HostWriter:
         """Keep the event of copies in flight, and forget those of copies that are done."""
         self._host_ready.update(dict.fromkeys(keys, done))
         self._in_flight.append((done, keys))
-        while self._in_flight[0][0].is_done():
+        while self._in_flight and self._in_flight[0][0].is_done():
             event, keys = self._in_flight.popleft()
             for key in keys:
                 if self._host_ready.get(key) is event:
                     del self._host_ready[key]
-            if not self._in_flight:
-                break
 
 
 def wait_timed(stream: Stream, events: Seq[Event | None], stats: TransferStats) -> None:

@@ -97,7 +97,6 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Give host memory back. Waits for copies in flight."""
-        self.device.synchronize()
         self.pool.close()
 
     def load_blocks(
@@ -170,7 +169,10 @@ class OffloadEngine:
         return self.recent.storage(layer_id, num_tokens).read(slice(0, num_tokens))
 
     def write_full_blocks(self, layer_id: int, chunk: Chunk) -> None:
-        """Write the blocks that a stored chunk makes full to host memory. Waits for nothing."""
+        """Write the blocks that a stored chunk makes full to host memory.
+
+        Does not wait for the device. If a load begun ahead reads one of them, all are given up.
+        """
         places = chunk.full_blocks
         block_ids = chunk.block_table[places.start : places.stop]
         if not block_ids:

@@ -32,7 +32,8 @@ class AttentionStep(ABC):
                 values without rotary embedding. Overwritten.
 
         Returns:
-            `[num_tokens, num_q_heads, head_dim]`, contiguous. Does not synchronise with the host.
+            `[num_tokens, num_q_heads, head_dim]`, contiguous. Does not wait for the device;
+            with offload it may wait for host memory that is still being made.
         """
 
 

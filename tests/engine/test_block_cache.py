@@ -54,13 +54,25 @@ def test_the_end_of_a_prefix_is_forgotten_first() -> None:
 
 
 def test_what_was_used_last_is_forgotten_last() -> None:
-    manager = BlockManager(4, BLOCK_SIZE, True)
-    compute_and_free(manager, [1, 2, 3])
-    compute_and_free(manager, [4, 5, 6])
-    assert num_cached(manager, [1, 2, 3]) == 2
-    compute_and_free(manager, [7, 8, 9])
-    assert num_cached(manager, [1, 2, 3]) == 2
-    assert num_cached(manager, [4, 5, 6]) == 0
+    manager = BlockManager(5, BLOCK_SIZE, True)
+    compute_and_free(manager, [1, 2, 3, 4])
+    compute_and_free(manager, [5, 6, 7, 8])
+    assert num_cached(manager, [1, 2, 3, 4, 0]) == 4
+    compute_and_free(manager, [9, 10, 11, 12])
+    assert num_cached(manager, [1, 2, 3, 4, 0]) == 4
+    assert num_cached(manager, [5, 6, 7, 8, 0]) < 4
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_blocks_that_nobody_will_find_are_taken_first(caching: bool) -> None:
+    """So that memory for blocks that were never used is not touched before it is needed."""
+    manager = BlockManager(100, BLOCK_SIZE, caching)
+    for start in range(10):
+        seq = make_sequence([start, 2, 3])
+        assert manager.allocate(seq)
+        assert max(seq.block_table) <= (start + 1 if caching else 1)
+        manager.commit(seq, 3)
+        manager.free(seq)
 
 
 def test_a_running_sequence_shares_its_full_blocks() -> None:

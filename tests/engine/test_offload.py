@@ -160,7 +160,7 @@ def test_host_memory_in_many_pieces(
     with open_offloaded(directory, order, num_gpu_blocks=8, max_num_batched_tokens=300) as llm:
         outputs = answers(llm, prompts, 30)
         # Of 16 blocks 14 were used: five pieces of three in each layer.
-        assert len(llm.engine._runner._engine.pool._pieces) == 2 * 5
+        assert len(llm.engine._runner._engine.pool._maker.pieces) == 2 * 5
     assert_parity(outputs, directory, prompts)
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from tiny_models import assert_same_greedy, generate, open_llm, prompt_of, steps_of
 
-from nanovllm import CapacityError
+from nanovllm import CapacityError, ConfigError, SamplingParams
 from nanovllm.config import Config
+from nanovllm.device import HostMemory
 from nanovllm.engine import loading, offload_plan
 from nanovllm.engine.offload_plan import OffloadPlan, plan_offload, plan_whole_prefill
 from nanovllm.kvcache.layout import KVLayout
@@ -126,15 +127,69 @@ def test_less_than_a_block_is_refused(gib: float, max_model_len: int | None) -> 
 
 def test_a_machine_without_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_plan, "free_host_bytes", lambda: GIB // 8)
-    with pytest.raises(CapacityError, match=r"half of the 0\.1 GiB free gives 0\.0625 GiB"):
+    with pytest.raises(CapacityError, match=r"50% of the 0\.1 GiB free gives 0\.0625 GiB"):
         plan()
 
 
 def test_more_than_the_system_reports_is_allowed(warnings: Callable[[], list[str]]) -> None:
     assert plan(cpu_memory_gb=20).num_host_blocks == 160
-    assert warnings() == ["cpu_memory_gb=20 exceeds the 16.0 GiB that the system reports as free"]
+    assert warnings() == [
+        "cpu_memory_gb=20: the host KV cache may grow to 20.0 GiB, more than the 16.0 GiB that the "
+        "system reports as free"
+    ]
     assert plan(cpu_memory_gb=16).num_host_blocks == 128
     assert len(warnings()) == 1
+    assert plan(num_kvcache_blocks=129).num_host_blocks == 129
+    assert len(warnings()) == 2
+
+
+def test_a_ring_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(CapacityError, match=r"num_gpu_blocks=100000: .* on a device, and 60"):
+        plan(num_gpu_blocks=100000)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cpu_memory_gb": 1},
+        {"num_gpu_blocks": 4},
+        {"prefill_order": "chunk"},
+        {"enable_nvtx": True},
+    ],
+    ids=str,
+)
+def test_options_of_offload_are_refused_without_it(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"^{name}=.*enable_offload=True"):
+        Config(model="none", **options)
+
+
+def test_host_memory_that_is_not_there_fails_one_request(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one finds the memory that has become free."""
+    options = {"enable_offload": True, "kvcache_block_size": 128, "num_kvcache_blocks": 8}
+    prompt = prompt_of(300)
+    with open_llm(tiny(), **options) as llm:
+        expected = generate(llm, [prompt], 5)[0].token_ids
+    with open_llm(tiny(), **options) as llm:
+        device = llm.engine.device
+        allocate = device.allocate_host
+
+        def refuse(shape: tuple[int, ...], dtype: torch.dtype) -> HostMemory:
+            raise MemoryError("no pages")
+
+        monkeypatch.setattr(device, "allocate_host", refuse)
+        params = SamplingParams(temperature=0, max_tokens=5)
+        for piece in llm.stream([prompt, prompt], params):
+            if piece.index == 0:
+                assert piece.output is not None
+                assert piece.output.finish_reason == "error"
+                assert "cannot grow beyond 0.0" in str(piece.output.error)
+                monkeypatch.setattr(device, "allocate_host", allocate)
+            elif piece.output is not None:
+                assert piece.output.token_ids == expected
+        llm.engine.check_integrity()
 
 
 # Ring and staging.
@@ -195,7 +250,7 @@ def test_tokens_of_a_layer_major_prefill() -> None:
     assert whole(FakeDevice(), 2 * GIB, prefill_order="layer") == tokens
     assert whole(FakeDevice(), 2 * GIB, prefill_order="chunk") == 0
     assert whole(FakeDevice(), 2 * GIB, gpu_memory_utilization=0.5) == (18 * GIB) // TOKEN_BYTES
-    assert whole(FakeDevice("cpu", free=10 * GIB)) == (5 * GIB) // TOKEN_BYTES
+    assert whole(FakeDevice("cpu", free=10 * GIB)) == int(2.5 * GIB) // TOKEN_BYTES
 
 
 @pytest.mark.parametrize("order", ["auto", "layer", "chunk"])
@@ -210,7 +265,7 @@ def test_a_chunk_that_does_not_fit_is_refused(order: str) -> None:
 
 
 def test_no_chunk_is_longer_than_a_request() -> None:
-    device = FakeDevice("cpu", free=2 * 1000 * TOKEN_BYTES)
+    device = FakeDevice("cpu", free=4 * 1000 * TOKEN_BYTES)
     assert whole(device, model_len=1000) == 1000
     with pytest.raises(CapacityError, match="a chunk of 1001 tokens"):
         whole(device, model_len=1001)

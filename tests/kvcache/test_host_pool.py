@@ -1,6 +1,9 @@
 """The pool of host memory: what its pieces hold, when they are made, and when they go."""
 
+import gc
 import logging
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -29,7 +32,7 @@ class Memory:
         self.go.set()
         self.begun = threading.Event()
         self.shapes, self.released = [], []
-        self.error_at, self.error = None, None
+        self.errors_at, self.error = range(0), None
         self.is_pinned = True
 
     def allocate(self, shape, dtype):
@@ -37,7 +40,7 @@ class Memory:
         self.shapes.append(shape)
         self.begun.set()
         self.go.wait()
-        if index == self.error_at:
+        if self.error is not None and index in self.errors_at:
             raise self.error
         tensor = torch.full(shape, float("nan"), dtype=dtype)
         return HostMemory(tensor, self.is_pinned, lambda: self.released.append(index))
@@ -162,7 +165,7 @@ def test_a_pool_that_cannot_grow_says_how_far_it_came(memory, monkeypatch, error
     layout = KVLayout(1, 8192, 8, 64, torch.float32)  # 32 MiB a block, one in a piece
     monkeypatch.setattr(torch, "full", lambda shape, value, dtype: torch.empty(shape, dtype=dtype))
     pool = HostPool(memory.device, layout, 128)
-    memory.error_at, memory.error = 3, error
+    memory.errors_at, memory.error = range(3, 4), error
     for block_id in range(3):
         pool.blocks(0, block_id)
     with pytest.raises(
@@ -172,13 +175,27 @@ def test_a_pool_that_cannot_grow_says_how_far_it_came(memory, monkeypatch, error
     assert "cpu_memory_gb" in str(raised.value)
     assert raised.value.__cause__ is error
     pool.blocks(0, 2)  # what was there before still is
+    pool.reserve([3])
     pool.blocks(0, 3)  # and there is memory by now
     pool.close()
     assert memory.released == [0, 1, 2, 4]
 
 
+def test_every_piece_that_failed_is_tried_again(pool, memory):
+    memory.errors_at, memory.error = range(9), MemoryError("no pages")
+    pool.reserve(range(NUM_BLOCKS))
+    with pytest.raises(CapacityError):
+        pool.blocks(2, 9)
+    assert len(memory.shapes) == 9
+    pool.reserve(range(NUM_BLOCKS))
+    for layer_id in range(LAYOUT.num_layers):
+        for block_id in range(NUM_BLOCKS):
+            pool.blocks(layer_id, block_id)
+    assert len(memory.shapes) == 18
+
+
 def test_other_errors_stay_what_they_are(pool, memory):
-    memory.error_at, memory.error = 0, ZeroDivisionError()
+    memory.errors_at, memory.error = range(1), ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         pool.blocks(0, 0)
 
@@ -208,11 +225,11 @@ def test_pinned_memory_does_not_warn(pool, log):
     assert not [record for record in log if record.levelno >= logging.WARNING]
 
 
-def test_measured_speed(pool, memory, monkeypatch):
-    """A copy of 16 MiB that takes half a second is one of 0.034 GB/s."""
+def test_measured_speed(pool, monkeypatch):
+    """A copy of 16 MiB, of which half a second is taken, is one of 0.034 GB/s."""
     clock = iter([0, 9, 10, 10.5, 20, 29, 30, 30.25])
     monkeypatch.setattr(host_pool, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    rates = pool._measure_gb_s(torch.zeros(16 * MIB // 4))
+    rates = pool._maker._measure_gb_s(torch.zeros(20 * MIB // 4))
     assert rates == pytest.approx((16 * MIB / 0.5e9, 16 * MIB / 0.25e9))
 
 
@@ -221,21 +238,10 @@ def test_measuring_waits_for_the_copies(monkeypatch, checked):
     """Deferred copies are done too, so that it is their time that is measured."""
     monkeypatch.setenv("NANOVLLM_CHECK_STREAMS", checked)
     pool = HostPool(create_device("cpu"), LAYOUT, 1)
-    copies = []
-
-    class Host:
-        nbytes = 1024
-
-        def copy_(self, source):
-            copies.append("back")
-
-    class OnDevice(Host):
-        def copy_(self, source):
-            copies.append("there")
-
-    monkeypatch.setattr(torch, "empty_like", lambda *_, **__: OnDevice())
-    pool._measure_gb_s(Host())
-    assert copies == ["there", "there", "back", "back"]
+    pool._maker._probe.fill_(1)
+    host = torch.full((100,), 2, dtype=torch.uint8)
+    pool._maker._measure_gb_s(host)
+    assert pool._maker._probe[:101].tolist() == [2] * 100 + [1]
     pool.close()
 
 
@@ -256,7 +262,7 @@ def test_closing_releases_what_is_still_being_made(pool, memory):
     pool.reserve(range(NUM_BLOCKS))
     assert memory.begun.wait(60)
     cancelled = threading.Event()
-    pool._pieces[2, 2].add_done_callback(lambda _: cancelled.set())
+    pool._maker.pieces[2, 2].add_done_callback(lambda _: cancelled.set())
     with ThreadPoolExecutor(1) as thread:
         closed = thread.submit(pool.close)
         assert cancelled.wait(10)
@@ -270,3 +276,28 @@ def test_closing_releases_what_is_still_being_made(pool, memory):
 def test_closing_an_empty_pool(pool, memory):
     pool.close()
     assert memory.released == []
+
+
+def test_a_pool_that_is_dropped_gives_its_memory_back(memory):
+    pool = HostPool(memory.device, LAYOUT, NUM_BLOCKS)
+    pool.blocks(2, 9)
+    del pool
+    gc.collect()
+    assert sorted(memory.released) == list(range(LAYOUT.num_layers))
+
+
+def test_the_interpreter_ends_without_making_what_is_asked_for():
+    """Each of 1,000 pieces would take a tenth of a second."""
+    program = """
+import time, torch
+from nanovllm.device import create_device
+from nanovllm.kvcache.host_pool import HostPool
+from nanovllm.kvcache.layout import KVLayout
+device = create_device("cpu")
+allocate = device.allocate_host
+device.allocate_host = lambda *args: time.sleep(0.1) or allocate(*args)
+pool = HostPool(device, KVLayout(1000, 16, 1, 8, torch.float32), 4)
+pool.reserve([0])
+pool.blocks(0, 0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=90)

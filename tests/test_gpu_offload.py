@@ -1,5 +1,6 @@
 """A KV cache in host memory on a CUDA device: against a resident one, and under random delays."""
 
+import gc
 from functools import cache
 
 import pytest
@@ -167,6 +168,30 @@ def test_new_tokens_across_blocks():
     assert_nearly_same_choice(outputs[0], expected[0], "float32")
 
 
+def test_two_at_once(monkeypatch):
+    monkeypatch.setenv("NANOVLLM_CHECK_STREAMS", "1")
+    with open_offloaded("bfloat16", prefill_order="chunk") as llm:
+        expected = generate(llm, prompts(), 8)
+    with open_offloaded("bfloat16", prefill_order="chunk") as a, open_offloaded("bfloat16") as b:
+        for prompt, other in zip(prompts(), expected, strict=True):
+            (ours,) = generate(a, [prompt], 8)
+            generate(b, [prompt[::-1]], 8)
+            assert (ours.token_ids, ours.logprobs) == (other.token_ids, other.logprobs)
+
+
+def test_dropped_without_being_closed():
+    """What it pinned is given back, so that the same pages can be pinned again."""
+    answers = []
+    for _ in range(3):
+        llm = open_offloaded("bfloat16", prefill_order="chunk")
+        answers.append([output.logprobs for output in generate(llm, prompts(), 8)])
+        made = llm.engine._runner._engine.pool._maker.pieces
+        assert all(piece.result().is_pinned for piece in made.values())
+        del llm, made
+        gc.collect()
+    assert answers[0] == answers[1] == answers[2]
+
+
 def test_needle_at_32k():
     with LLM("demo", enable_offload=True, cpu_memory_gb=2, max_model_len=33000) as llm:
         result = run_task(llm, build_task(llm.tokenizer, 32768, 0.31))
@@ -211,7 +236,6 @@ SOAK_MODES = {
 @pytest.mark.parametrize("mode", SOAK_MODES)
 def test_soak(mode, monkeypatch):
     """Random delays on every stream, poisoned slots and the order checker change not one bit."""
-    monkeypatch.setenv("NANOVLLM_CHECK_STREAMS", "1")
     generator = torch.Generator().manual_seed(len(mode))
     count = -(-SOAK_PROMPTS // len(SOAK_MODES))
     several = []
@@ -223,6 +247,7 @@ def test_soak(mode, monkeypatch):
     options = {"max_model_len": 32900, "cpu_memory_gb": 4} | SOAK_MODES[mode]
     with open_offloaded("bfloat16", **options) as llm:
         expected = generate(llm, several, 4)
+    monkeypatch.setenv("NANOVLLM_CHECK_STREAMS", "1")
     with open_offloaded("bfloat16", **options) as llm, delayed_streams(seed=count) as delays:
         outputs = generate(llm, several, 4)
         print(f"\n{mode}: {count} prompts, delays {delays}")

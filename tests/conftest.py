@@ -11,6 +11,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# So that assertions in what tests share say which values they saw.
+pytest.register_assert_rewrite("tiny_models", "chat_turns")
+
 HAS_CUDA = torch.cuda.is_available()
 
 # Read when a kernel's module, and when huggingface_hub, is imported: so before any test module is.

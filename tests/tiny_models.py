@@ -209,6 +209,18 @@ def assert_same_greedy(ours: Sequence[int], directory: Path, prompt: Sequence[in
         )
 
 
+def assert_served(output: RequestOutput, directory: Path, prompt: list[int], num: int) -> None:
+    """Assert that a request gave `num` tokens, transformers' own."""
+    assert (output.finish_reason, len(output.token_ids)) == ("length", num)
+    assert_same_greedy(output.token_ids, directory, prompt)
+
+
+def assert_marked(output: RequestOutput, *words: str) -> None:
+    """Assert that a request failed, with a message that holds `words`."""
+    assert (output.finish_reason, output.token_ids) == ("error", [])
+    assert all(word in output.error for word in words), output.error
+
+
 def assert_same_logprobs(
     logprobs: Sequence[dict[int, float]],
     ours: Sequence[int],

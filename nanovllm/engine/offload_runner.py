@@ -54,9 +54,10 @@ class OffloadRunner(Runner):
         engine, device = self._engine, self._device
         engine.stats.phase = "prefill" if is_prefill else "decode"
         start = seq.num_computed_tokens
-        block_size = engine.pool.layout.block_size
+        layout = engine.pool.layout
+        first_block = start // layout.block_size
         engine.pool.reserve(
-            seq.block_table[start // block_size : -(-(start + num_tokens) // block_size)]
+            seq.block_table[first_block : layout.num_blocks_for(start + num_tokens)]
         )
         token_ids = device.upload(seq.token_ids[start : start + num_tokens], torch.int32)
         chunks = self._chunks(seq, num_tokens, is_prefill)

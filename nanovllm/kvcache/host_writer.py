@@ -1,7 +1,7 @@
 """The way of KV blocks from the device to host memory."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -61,14 +61,10 @@ class HostWriter:
             self._write_run(layer_id, block_ids[start], count, keys[rows], values[rows])
             start += count
 
-    def host_ready(self, layer_id: int, first: int, num_blocks: int = 1) -> Iterator[Event]:
-        """Yield the events after which blocks lie in host memory, none for those that do."""
-        last = None
-        for block_id in range(first, first + num_blocks):
-            event = self._host_ready.get((layer_id, block_id))
-            if event is not None and event is not last:
-                yield event
-                last = event
+    def host_ready(self, layer_id: int, first: int, num_blocks: int = 1) -> list[Event]:
+        """Return the events after which blocks lie in host memory, none for those that do."""
+        blocks = range(first, first + num_blocks)
+        return distinct(self._host_ready.get((layer_id, block_id)) for block_id in blocks)
 
     def _num_together(self, block_ids: Seq[int], start: int) -> int:
         """Return how many blocks from `start` on go through staging in one copy."""
@@ -122,11 +118,15 @@ class HostWriter:
                     del self._host_ready[key]
 
 
-def wait_timed(stream: Stream, events: Seq[Event | None], stats: TransferStats) -> None:
+def distinct(events: Iterable[Event | None]) -> list[Event]:
+    """Return the events that there are, each once: neighbours often share one."""
+    return [event for event in dict.fromkeys(events) if event is not None]
+
+
+def wait_timed(stream: Stream, events: Iterable[Event | None], stats: TransferStats) -> None:
     """Let the compute stream wait for events, and count how long that takes it."""
-    distinct = [event for event in dict.fromkeys(events) if event is not None]
-    if distinct:
+    if needed := distinct(events):
         before = stream.record(timed=True)
-        for event in distinct:
+        for event in needed:
             stream.wait(event)
         stats.add_wait(before, stream.record(timed=True))

@@ -14,7 +14,7 @@ import torch
 from nanovllm.device import Device, Event, Span
 from nanovllm.kvcache.chunk import Chunk
 from nanovllm.kvcache.host_pool import HostPool
-from nanovllm.kvcache.host_writer import HostWriter, wait_timed
+from nanovllm.kvcache.host_writer import HostWriter, distinct, wait_timed
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.recent import RecentKV
 from nanovllm.metrics.transfer import TransferStats
@@ -120,7 +120,8 @@ class OffloadEngine:
         num_wanted = len(plan)
         if ahead is not None:
             plan += [_Wish(ahead[0], block_id) for block_id in ahead[1]]
-        self._fetch(plan)
+        if not num_wanted:
+            self._fetch(plan)
         for start in range(0, num_wanted, self.piece_blocks):
             # Who asked for the piece before may have loaded something else since.
             self._fetch(plan)
@@ -222,8 +223,8 @@ class OffloadEngine:
             self._next_slot = dropped[-1].slot
         return kept
 
-    def _issue(self, plan: Seq[_Wish], num_issued: int) -> int:
-        """Begin loads, in the order of `plan`, while slots are free. Returns how many are begun."""
+    def _issue(self, plan: Seq[_Wish], num_issued: int) -> None:
+        """Begin loads, in the order of `plan`, while slots are free; some have begun already."""
         while num_issued < len(plan) and len(self._in_flight) < self.num_slots:
             (layer_id, block_id), slot = plan[num_issued], self._next_slot
             limit = min(
@@ -240,7 +241,6 @@ class OffloadEngine:
             self._in_flight.extend(_Load(plan[num_issued + i], slot + i) for i in range(count))
             self._next_slot = (slot + count) % self.num_slots
             num_issued += count
-        return num_issued
 
     def _load(
         self, slot: int, layer_id: int, block_id: int, count: int, keys_only: bool = False
@@ -249,9 +249,8 @@ class OffloadEngine:
         slots = slice(slot, slot + count)
         span = Span("slot", slot, count)
         stream = self.slot_transfer_streams[slot]
-        for event in dict.fromkeys(self.ring_slot_compute_done[slots]):
-            if event is not None:
-                stream.wait(event)
+        for event in distinct(self.ring_slot_compute_done[slots]):
+            stream.wait(event)
         for event in self._writer.host_ready(layer_id, block_id, count):
             stream.wait(event)
         target, source = self._slots[slots], self.pool.blocks(layer_id, block_id, count)

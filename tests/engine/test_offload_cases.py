@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from chat_turns import TURNS, assert_two_turns_are_served, take_last_tokens_for_fed
 from rigged_models import (
     NUM_HAY,
     NUM_NEEDLES,
@@ -20,20 +21,18 @@ from rigged_models import (
 )
 from tiny_models import (
     VOCAB_SIZE,
+    assert_marked,
     assert_same_answer,
-    assert_same_greedy,
     assert_same_logprobs,
+    assert_served,
     generate,
     open_llm,
     prompt_of,
     steps_of,
 )
 
-from nanovllm import CapacityError, RequestOutput
+from nanovllm import CapacityError
 from nanovllm.device.hazards import HazardError
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import FinishReason
 
 Tiny = Callable[..., Path]
 
@@ -51,16 +50,6 @@ offloaded_modes = pytest.mark.parametrize("mode", [name for name in MODES if nam
 @pytest.fixture(autouse=True)
 def checked_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOVLLM_CHECK_STREAMS", "1")
-
-
-def assert_served(output: RequestOutput, directory: Path, prompt: list[int], num: int) -> None:
-    assert (output.finish_reason, len(output.token_ids)) == ("length", num)
-    assert_same_greedy(output.token_ids, directory, prompt)
-
-
-def assert_marked(output: RequestOutput, *words: str) -> None:
-    assert (output.finish_reason, output.token_ids) == ("error", [])
-    assert all(word in output.error for word in words), output.error
 
 
 # C35: a request larger than the pool.
@@ -99,38 +88,19 @@ def test_a_mebibyte_of_host_memory(tiny: Tiny, mode: str) -> None:
 
 # C44: an answer that ends on a block end, and the next turn of the chat.
 
-TURNS = [
-    (num_prompt, num_answer + more)
-    for num_prompt, num_answer in ((100, 28), (250, 6), (128, 128))
-    for more in (-1, 0, 1)
-]
-
 
 @pytest.mark.parametrize("mode", ["layer_major", "two_slots"])
 @pytest.mark.parametrize(("num_prompt", "num_answer"), TURNS)
 def test_the_next_turn_of_a_chat(tiny: Tiny, mode: str, num_prompt: int, num_answer: int) -> None:
-    directory, prompt = tiny(), prompt_of(num_prompt)
-    with open_llm(directory, max_num_batched_tokens=100, **MODES[mode]) as llm:
-        (first,) = generate(llm, [prompt], num_answer)
-        turn = prompt + first.token_ids + prompt_of(10)
-        (second,) = generate(llm, [turn], 8)
-    assert_served(first, directory, prompt, num_answer)
-    assert_served(second, directory, turn, 8)
-    # The answer's last token was never fed.
-    assert second.num_cached_tokens == (num_prompt + num_answer - 1) // 128 * 128
+    options = {"max_num_batched_tokens": 100} | MODES[mode]
+    assert_two_turns_are_served(tiny(), num_prompt, num_answer, **options)
 
 
 def test_a_block_with_an_unwritten_slot_is_found(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control of the trial above: an ended request's last token is taken for fed."""
-    proper = Scheduler.finish
-
-    def finish(self: Scheduler, seq: Sequence, reason: FinishReason) -> None:
-        self.block_manager.commit(seq, seq.num_uncomputed_tokens)
-        proper(self, seq, reason)
-
-    monkeypatch.setattr(Scheduler, "finish", finish)
+    take_last_tokens_for_fed(monkeypatch)
     with pytest.raises(HazardError, match="holds nothing"):
         test_the_next_turn_of_a_chat(tiny, "layer_major", 100, 28)
 

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chat_turns import TURNS, assert_two_turns_are_served, take_last_tokens_for_fed
 from tiny_models import (
+    assert_marked,
     assert_same_greedy,
+    assert_served,
     generate,
     open_llm,
     prompt_of,
@@ -19,21 +22,9 @@ from tiny_models import (
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine import block_manager
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import FinishReason
 
 Tiny = Callable[..., Path]
-
-
-def assert_served(output: RequestOutput, directory: Path, prompt: list[int], num: int) -> None:
-    assert (output.finish_reason, len(output.token_ids)) == ("length", num)
-    assert_same_greedy(output.token_ids, directory, prompt)
-
-
-def assert_marked(output: RequestOutput, *words: str) -> None:
-    assert (output.finish_reason, output.token_ids) == ("error", [])
-    assert all(word in output.error for word in words), output.error
 
 
 # Prompts that cannot be served (C34, C35).
@@ -229,37 +220,16 @@ def test_a_careless_hash_is_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -
         test_blocks_that_look_alike(tiny, "another_parent")
 
 
-TURNS = [
-    (num_prompt, num_answer + more)
-    for num_prompt, num_answer in ((100, 28), (250, 6), (128, 128))
-    for more in (-1, 0, 1)
-]
-
-
 @pytest.mark.parametrize(("num_prompt", "num_answer"), TURNS)
 def test_the_next_turn_of_a_chat(tiny: Tiny, num_prompt: int, num_answer: int) -> None:  # C44
-    directory, prompt = tiny(), prompt_of(num_prompt)
-    with open_llm(directory, kvcache_block_size=128) as llm:
-        (first,) = generate(llm, [prompt], num_answer)
-        turn = prompt + first.token_ids + prompt_of(10)
-        (second,) = generate(llm, [turn], 8)
-    assert_served(first, directory, prompt, num_answer)
-    assert_served(second, directory, turn, 8)
-    # The answer's last token was never fed.
-    assert second.num_cached_tokens == (num_prompt + num_answer - 1) // 128 * 128
+    assert_two_turns_are_served(tiny(), num_prompt, num_answer, kvcache_block_size=128)
 
 
 def test_a_block_with_an_unwritten_slot_is_found(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control of the trial above: an ended request's last token is taken for fed."""
-    proper = Scheduler.finish
-
-    def finish(self: Scheduler, seq: Sequence, reason: FinishReason) -> None:
-        self.block_manager.commit(seq, seq.num_uncomputed_tokens)
-        proper(self, seq, reason)
-
-    monkeypatch.setattr(Scheduler, "finish", finish)
+    take_last_tokens_for_fed(monkeypatch)
     with pytest.raises(AssertionError, match="'error', 0"):
         test_the_next_turn_of_a_chat(tiny, 100, 28)
 

@@ -1,20 +1,36 @@
 """A small language model finds one sentence in 4,000 tokens of text, then answers a question.
 
-Its KV cache lies in host memory. Run with `make demo`, or `python example.py [MODEL_DIRECTORY]`.
+Its KV cache lies in host memory, and of the prompt's attention it computes only the tiles that
+matter. Run with `make demo`, or `python example.py [MODEL_DIRECTORY]`.
 """
 
 import sys
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.eval.needle import build_task, describe, describe_transfers, run_task
+from nanovllm import XATTN_BSA, LLM, SamplingParams
+from nanovllm.eval.needle import (
+    build_task,
+    describe,
+    describe_attention,
+    describe_transfers,
+    run_task,
+)
 
 
 def main() -> int:
     model = sys.argv[1] if len(sys.argv) > 1 else "demo"
-    with LLM(model, max_model_len=4096, enable_offload=True) as llm:
+    with LLM(
+        model,
+        max_model_len=4096,
+        enable_offload=True,
+        sparse_policy=XATTN_BSA,
+        sparse_threshold=0.9,
+        sparse_min_len=0,  # a longer prompt is worth it; here it shows what is skipped
+    ) as llm:
         print("\nA needle in a haystack:\n")
         result = run_task(llm, build_task(llm.tokenizer, input_len=4000, position=0.6))
-        print("\n".join([describe(result), *describe_transfers(llm.stats())]))
+        stats = llm.stats()
+        lines = [describe(result), *describe_attention(stats), *describe_transfers(stats)]
+        print("\n".join(lines))
 
         print("\nAnd a stream of tokens:\n")
         params = SamplingParams(temperature=0, max_tokens=60)

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from nanovllm.sampling_params import SamplingParams
 
     FULL = SparsePolicyType.FULL
+    XATTN_BSA = SparsePolicyType.XATTN_BSA
+    STREAMING = SparsePolicyType.STREAMING
 
 __version__ = "0.1.0"
 __all__ = [
     "FULL",
     "LLM",
+    "STREAMING",
+    "XATTN_BSA",
     "BackendUnavailableError",
     "CapacityError",
     "ConfigError",

@@ -4,21 +4,35 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.sparse.registry import SparsePolicyType, parse_policy_type
+from nanovllm.kvcache.sparse.registry import SparsePolicyType, parse_policy
+from nanovllm.log import get_logger
+
+if TYPE_CHECKING:
+    from nanovllm.kvcache.sparse.policy import SparsePolicy
+
+logger = get_logger(__name__)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 PrefillOrder = Literal["auto", "layer", "chunk"]
-_OFFLOAD_ONLY = {
-    "cpu_memory_gb": None,
-    "num_gpu_blocks": None,
-    "prefill_order": "auto",
-    "enable_nvtx": False,
-}
-AttentionBackendName = Literal["auto", "fa4", "fa2", "cudnn", "flash", "torch"]
+SparseEstimator = Literal["group", "row"]
+AttentionBackendName = Literal["auto", "fa4", "fa2", "cudnn", "flash", "flex", "torch"]
+_TILE = 128  # tokens along either side of a tile of the attention mask
+_STRIDES = {"group": (4, 8, 16), "row": (8, 16, 32, 64)}
+_OFFLOAD_ONLY = ("cpu_memory_gb", "num_gpu_blocks", "prefill_order", "enable_nvtx")
+_XATTN_ONLY = (
+    "sparse_threshold",
+    "sparse_estimator",
+    "sparse_stride",
+    "sparse_guard",
+    "sparse_chunk_size",
+    "sparse_vote_threshold",
+    "sparse_dense_layers",
+    "sparse_min_len",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +74,35 @@ class Config:
     """`auto` reads safetensors. `dummy` draws random weights for a `config.json`, to benchmark."""
     enable_prefix_caching: bool = True
     """Whether requests that begin alike share the KV blocks of what they share."""
-    sparse_policy: SparsePolicyType = SparsePolicyType.FULL
-    """Which attention is computed: a `SparsePolicyType` or its name in any case."""
+    sparse_policy: "SparsePolicyType | SparsePolicy" = SparsePolicyType.FULL
+    """Which attention a prefill computes: a `SparsePolicyType`, its name in any case, or a
+    `SparsePolicy` object. Decode uses it too if it can; see `decode_policy`."""
+    decode_policy: "SparsePolicyType | SparsePolicy | None" = None
+    """Which attention decode computes. None: `sparse_policy`, or `FULL` if that has no decode."""
+    sparse_threshold: float = 0.95
+    """With XATTN_BSA, the share of a query tile's estimated attention mass that its kept tiles
+    hold, in [0, 1]; 1 is dense attention. From above 1 to 10 it is read as tenths: 9 is 0.9."""
+    sparse_estimator: SparseEstimator = "group"
+    """With XATTN_BSA, how the mass is estimated. `group`: XAttention's antidiagonal sums over
+    groups of `sparse_stride` tokens. `row`: a softmax for each query row, over every
+    `sparse_stride`-th key."""
+    sparse_stride: int = 8
+    """With XATTN_BSA, the estimate's stride: 4, 8 or 16 for `group`, 8, 16, 32 or 64 for `row`. The
+    estimate costs 1 / (2 * stride) of dense attention's arithmetic."""
+    sparse_guard: float | None = None
+    """With XATTN_BSA, keep also every tile into which some row of the estimate puts more than this
+    share of its mass, in (0, 1). None: no guard."""
+    sparse_chunk_size: int = 4096
+    """With XATTN_BSA, queries that are estimated at a time, a multiple of 128. Bounds memory."""
+    sparse_vote_threshold: float = 0.0
+    """With XATTN_BSA, drop the KV blocks of the history that no more than this share of (KV head,
+    query tile) pairs want, in [0, 1]; the first and last stay. 0: drop none. 0.5 is a majority
+    vote, which saves copies from host memory and loses what few heads need."""
+    sparse_dense_layers: int = 0
+    """With XATTN_BSA, how many layers, from the first on, attend densely; >= 0."""
+    sparse_min_len: int = 4096
+    """With XATTN_BSA, tokens at positions before this attend densely, since selection would cost
+    more than it saves; >= 0."""
     enable_offload: bool = False
     """Whether the KV cache lies in host memory and passes through a ring of slots on the device.
     Requests then run one at a time."""
@@ -86,7 +127,9 @@ class Config:
         normalise("model", str(self.model))
         normalise("dtype", str(self.dtype).removeprefix("torch."))
         normalise("device", str(self.device))
-        normalise("sparse_policy", parse_policy_type(self.sparse_policy))
+        normalise("sparse_policy", parse_policy(self.sparse_policy))
+        if self.decode_policy is not None:
+            normalise("decode_policy", parse_policy(self.decode_policy, "decode_policy"))
         if self.num_kvcache_blocks == -1:
             normalise("num_kvcache_blocks", None)
         if self.kvcache_block_size is None:
@@ -100,11 +143,10 @@ class Config:
         for name in ("max_model_len", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
-        unit = 128 if self.enable_offload else 16
-        if self.block_size % unit:
+        if self.block_size % 16 or (self.enable_offload and self.block_size % _TILE):
+            unit, why = (_TILE, ", as offload needs") if self.enable_offload else (16, "")
             raise ConfigError(
-                f"kvcache_block_size={self.block_size} is not a multiple of {unit}"
-                + (", as offload needs" if self.enable_offload else "")
+                f"kvcache_block_size={self.block_size} is not a multiple of {unit}{why}"
             )
         for name in ("enforce_eager", "enable_prefix_caching", "enable_offload", "enable_nvtx"):
             if not isinstance(getattr(self, name), bool):
@@ -112,6 +154,7 @@ class Config:
         if not isinstance(self.seed, int):
             raise ConfigError(f"seed={self.seed!r} is not an integer")
         self._check_offload()
+        self._check_sparse()
         share = self.gpu_memory_utilization
         if not (isinstance(share, (int, float)) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization={share!r} is not a number in (0, 1]")
@@ -138,12 +181,43 @@ class Config:
             isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 <= gib < math.inf
         ):
             raise ConfigError(f"cpu_memory_gb={gib!r} is not a number of GiB")
-        for name, unset in _OFFLOAD_ONLY.items():
-            if getattr(self, name) != unset and not self.enable_offload:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is for a KV cache in host memory: set "
-                    "enable_offload=True"
-                )
+        if not self.enable_offload:
+            self._refuse(_OFFLOAD_ONLY, "a KV cache in host memory: set enable_offload=True")
+
+    def _check_sparse(self) -> None:
+        threshold = _number("sparse_threshold", self.sparse_threshold, 0, 10)
+        if threshold > 1:
+            threshold /= 10
+            logger.info(
+                "sparse_threshold=%s is read as tenths: %s", self.sparse_threshold, threshold
+            )
+        object.__setattr__(self, "sparse_threshold", threshold)
+        _one_of("sparse_estimator", self.sparse_estimator, get_args(SparseEstimator))
+        strides = _STRIDES[self.sparse_estimator]
+        if self.sparse_stride not in strides:
+            raise ConfigError(
+                f"sparse_stride={self.sparse_stride!r} is none of "
+                f"{', '.join(map(str, strides))} of sparse_estimator={self.sparse_estimator!r}"
+            )
+        if self.sparse_guard is not None:
+            _number("sparse_guard", self.sparse_guard, 0, 1)
+        _number("sparse_vote_threshold", self.sparse_vote_threshold, 0, 1)
+        _at_least("sparse_dense_layers", self.sparse_dense_layers, 0)
+        _at_least("sparse_min_len", self.sparse_min_len, 0)
+        _at_least("sparse_chunk_size", self.sparse_chunk_size, _TILE)
+        if self.sparse_chunk_size % _TILE:
+            raise ConfigError(
+                f"sparse_chunk_size={self.sparse_chunk_size} is not a multiple of {_TILE}"
+            )
+        if self.sparse_policy is not SparsePolicyType.XATTN_BSA:
+            self._refuse(_XATTN_ONLY, "sparse_policy=XATTN_BSA")
+
+    def _refuse(self, names: tuple[str, ...], what_for: str) -> None:
+        """Refuse options that are set although nothing reads them."""
+        unset = {field.name: field.default for field in fields(self)}
+        for name in names:
+            if getattr(self, name) != unset[name]:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is for {what_for}")
 
     @classmethod
     def from_options(cls, model: object, options: dict[str, Any]) -> "Config":
@@ -167,5 +241,15 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _at_least_one(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r} is not an integer >= 1")
+    _at_least(name, value, 1)
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}={value!r} is not an integer >= {least}")
+
+
+def _number(name: str, value: object, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ConfigError(f"{name}={value!r} is not a number in [{least}, {most}]")
+    return value

@@ -149,13 +149,15 @@ class LLM:
                 `wait_ms`, how long the compute stream waited for copies. On a CPU copies are done
                 by the computing thread and are no waits. Empty without offload.
             kv_device_bytes, kv_host_bytes: memory that the KV cache takes now, buffers included.
+            attention: what the prefill policy chose; see `TilePolicy.get_density_stats`. Empty for
+                FULL, which chooses everything.
             peak_device_bytes: most memory in use on the device; on a CPU, by the process.
             num_preemptions: how often a request had to compute its tokens again.
         """
         return self.engine.stats()
 
     def reset_stats(self) -> None:
-        """Let copies, waits and peak memory be counted anew."""
+        """Let copies, waits, choices of the policy and peak memory be counted anew."""
         self.engine.reset_stats()
 
     def close(self) -> None:

@@ -187,14 +187,16 @@ NUM_NEEDLES, NUM_HAY = 8, 16
 _SCORE = 40.0  # e**40 is far more than the tokens of any text
 
 
-def write_retrieval_model(directory: Path, max_position_embeddings: int) -> Path:
+def write_retrieval_model(
+    directory: Path, max_position_embeddings: int, num_heads: int = 2
+) -> Path:
     """Write a Llama that looks up needles wherever they lie; return the directory.
 
     A `needle_token(i, j)` in the text says that question `i` is answered by question `j`: after
     `question_token(i)` the model generates `question_token(j)`, and so goes on from needle to
-    needle. Tokens 0 to `NUM_HAY - 1` mean nothing. The first of the layer's two query heads looks
-    for the needles of even questions, the second for the others. Positions turn the dimensions that
-    they look at by less than 0.05 of a radian in 33,000 tokens.
+    needle. Tokens 0 to `NUM_HAY - 1` mean nothing. Of the layer's query heads, which share a KV
+    head, head `i % num_heads` looks for the needles of question `i`. Positions turn the dimensions
+    that they look at by less than 0.05 of a radian in 33,000 tokens.
     """
     vocab_size = question_token(NUM_NEEDLES)
     hidden, head_dim, mlp = 64, 32, 16
@@ -205,8 +207,8 @@ def write_retrieval_model(directory: Path, max_position_embeddings: int) -> Path
     embedding = torch.zeros(vocab_size, hidden)
     for token in range(NUM_HAY):
         embedding[token, hay + token] = root
-    q_proj, k_proj = torch.zeros(2 * head_dim, hidden), torch.zeros(head_dim, hidden)
-    v_proj, o_proj = torch.zeros(head_dim, hidden), torch.zeros(hidden, 2 * head_dim)
+    q_proj, k_proj = torch.zeros(num_heads * head_dim, hidden), torch.zeros(head_dim, hidden)
+    v_proj, o_proj = torch.zeros(head_dim, hidden), torch.zeros(hidden, num_heads * head_dim)
     head = torch.zeros(vocab_size, hidden)
     size = math.sqrt(_SCORE * math.sqrt(head_dim)) / root
     for i in range(NUM_NEEDLES):
@@ -216,10 +218,10 @@ def write_retrieval_model(directory: Path, max_position_embeddings: int) -> Path
         embedding[question_token(i), asked + i] = root
         # The last pairs of dimensions are those that positions hardly turn.
         slow = head_dim // 2 - NUM_NEEDLES + i
-        q_proj[i % 2 * head_dim + slow, asked + i] = size * math.sqrt(2)
+        q_proj[i % num_heads * head_dim + slow, asked + i] = size * math.sqrt(2)
         k_proj[slow, needle + i] = size
         v_proj[i, says + i] = 1.0
-        for query_head in range(2):
+        for query_head in range(num_heads):
             o_proj[found + i, query_head * head_dim + i] = 1.0
         head[question_token(i), found + i] = 1.0
     layer = "model.layers.0"
@@ -248,7 +250,7 @@ def write_retrieval_model(directory: Path, max_position_embeddings: int) -> Path
         "hidden_size": hidden,
         "intermediate_size": mlp,
         "num_hidden_layers": 1,
-        "num_attention_heads": 2,
+        "num_attention_heads": num_heads,
         "num_key_value_heads": 1,
         "head_dim": head_dim,
         "rms_norm_eps": 1e-12,

@@ -64,6 +64,16 @@ INVALID = [
     ("enable_prefix_caching", 1),
     ("sparse_policy", "dense"),
     ("sparse_policy", None),
+    ("decode_policy", "dense"),
+    ("sparse_threshold", 11),
+    ("sparse_threshold", math.nan),
+    ("sparse_estimator", "diagonal"),
+    ("sparse_stride", 32),
+    ("sparse_guard", 1.5),
+    ("sparse_chunk_size", 1000),
+    ("sparse_vote_threshold", -0.5),
+    ("sparse_dense_layers", -1),
+    ("sparse_min_len", None),
     ("enable_offload", 1),
     ("cpu_memory_gb", -1),
     ("cpu_memory_gb", "8"),
@@ -98,12 +108,25 @@ def test_every_option_has_an_invalid_value_above():
         ("kvcache_block_size", 16, 16),
         ("sparse_policy", "full", SparsePolicyType.FULL),
         ("sparse_policy", nanovllm.FULL, SparsePolicyType.FULL),
+        ("decode_policy", "full", SparsePolicyType.FULL),
         ("model", Path("some/model"), "some/model"),
     ],
     ids=repr,
 )
 def test_valid_value_in_its_one_form(name, value, expected):
     assert getattr(Config(**{"model": "model", name: value}), name) == expected
+
+
+@pytest.mark.parametrize(("given", "read"), [(9, 0.9), (9.5, 0.95), (10, 1.0), (1, 1), (0.9, 0.9)])
+def test_thresholds_above_one_are_tenths(given, read):
+    config = Config(model="model", sparse_policy="XATTN_BSA", sparse_threshold=given)
+    assert config.sparse_threshold == read
+
+
+def test_options_that_nothing_reads_are_refused():
+    with pytest.raises(ConfigError, match="sparse_stride=16 is for sparse_policy=XATTN_BSA"):
+        Config(model="model", sparse_stride=16)
+    assert Config(model="model", sparse_policy="xattn_bsa", sparse_stride=16).sparse_stride == 16
 
 
 def test_frozen():

@@ -3,26 +3,29 @@
     python tests/test_needle.py                                  # demo model, 4096 tokens
     python tests/test_needle.py --model DIR --input-len 32768 --needle-position 0.25
     python tests/test_needle.py --enable-offload                 # KV cache in host memory
+    python tests/test_needle.py --enable-offload --enable-xattn-bsa --sparse-threshold 9
 
 Exit status: 0 the needle was found, 1 it was not, 2 the call was wrong.
 """
 
 import argparse
+import re
 import sys
 
 import pytest
 
-from nanovllm import LLM, BackendUnavailableError, CapacityError, ConfigError
+from nanovllm import XATTN_BSA, LLM, BackendUnavailableError, CapacityError, ConfigError
 from nanovllm.eval.haystack import sentences
 from nanovllm.eval.needle import (
     DEFAULT_VALUE,
     build_task,
     describe,
+    describe_attention,
     describe_transfers,
     run_task,
 )
 
-NOT_YET = ("enable_xattn_bsa", "enable_quest", "sparse_threshold")
+NOT_YET = ("enable_quest",)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +121,18 @@ def test_command_line_with_the_cache_in_host_memory(capsys):
     assert "KV cache:" in out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [[], ["--enable-offload"]], ids=["resident", "offload"])
+def test_command_line_with_sparse_attention(where, capsys):
+    """At 4,096 tokens, most tiles of which are skipped, the needle is found."""
+    sparse = ["--enable-xattn-bsa", "--sparse-threshold", "9"]
+    assert main(["--input-len", "4096", *where, *sparse]) == 0
+    out = capsys.readouterr().out
+    skipped = int(re.search(r"Attention: (\d+)% of the prefill's was skipped", out).group(1))
+    assert 20 < skipped < 90
+    assert ("KV cache:" in out) == bool(where)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
@@ -137,16 +152,31 @@ def main(argv: list[str] | None = None) -> int:
             enable_offload=args.enable_offload,
             num_gpu_blocks=args.num_gpu_blocks,
             prefill_order=args.prefill_order,
+            **_sparse_options(args),
         ) as llm:
             task = build_task(
                 llm.tokenizer, args.input_len, args.needle_position, args.needle_value, args.seed
             )
             result = run_task(llm, task, args.max_new_tokens)
-            transfers = describe_transfers(llm.stats())
+            stats = llm.stats()
     except (ConfigError, CapacityError, BackendUnavailableError) as error:
         parser.error(str(error))
-    print("\n".join([describe(result), *transfers]))
+    print("\n".join([describe(result), *describe_attention(stats), *describe_transfers(stats)]))
     return 2 if result.error else 0 if result.passed else 1
+
+
+def _sparse_options(args: argparse.Namespace) -> dict[str, object]:
+    if not args.enable_xattn_bsa:
+        return {}
+    given = {
+        "sparse_threshold": args.sparse_threshold,
+        "sparse_estimator": args.sparse_estimator,
+        "sparse_stride": args.sparse_stride,
+        "sparse_guard": args.sparse_guard,
+        "sparse_min_len": args.sparse_min_len,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    return {"sparse_policy": XATTN_BSA, **options}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -169,9 +199,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--enable-offload", action="store_true", help="keep the KV cache in host memory")
     add("--num-gpu-blocks", type=int, help="slots of the ring, with offload")
     add("--prefill-order", default="auto", help="auto, layer or chunk, with offload")
-    add("--enable-xattn-bsa", action="store_true", help="not built yet")
+    add("--enable-xattn-bsa", action="store_true", help="sparse attention in prefill")
+    add("--sparse-threshold", type=float, help="share of attention mass to keep; 9 means 0.9")
+    add("--sparse-estimator", help="group or row")
+    add("--sparse-stride", type=int, help="of the estimate")
+    add("--sparse-guard", type=float, help="keep tiles with more than this share of a row's mass")
+    add("--sparse-min-len", type=int, default=0, help="tokens at positions before are dense")
     add("--enable-quest", action="store_true", help="not built yet")
-    add("--sparse-threshold", type=float, help="not built yet")
     return parser
 
 

@@ -54,6 +54,7 @@ class LLMEngine:
             min(config.max_num_seqs, loaded.max_num_seqs),
             config.max_num_batched_tokens,
             loaded.max_whole_prefill_tokens,
+            loaded.chunk_multiple,
         )
         self._max_whole_prefill_tokens = loaded.max_whole_prefill_tokens
 
@@ -154,7 +155,7 @@ class LLMEngine:
         }
 
     def reset_stats(self) -> None:
-        """Let copies, waits and peak memory be counted anew."""
+        """Let copies, waits, choices of the policy and peak memory be counted anew."""
         self._runner.reset_stats()
         self.device.reset_max_memory()
 

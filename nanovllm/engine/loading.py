@@ -12,7 +12,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine.memory_plan import plan_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.offload_plan import plan_offload, plan_whole_prefill
+from nanovllm.engine.offload_plan import plan_offload, plan_whole_prefill, reserve_layer
 from nanovllm.engine.offload_runner import OffloadRunner
 from nanovllm.engine.runner import Runner
 from nanovllm.engine.sampler import Sampler
@@ -22,14 +22,15 @@ from nanovllm.errors import CapacityError, ConfigError
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.resident import ResidentKVCache
-from nanovllm.kvcache.sparse.policy import SparsePolicy
-from nanovllm.kvcache.sparse.registry import create_policy
+from nanovllm.kvcache.sparse.registry import create_policies
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.log import get_logger
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.loader import load_model
-from nanovllm.ops.backends import AttentionBackend, resolve_backend
+from nanovllm.ops.backends import has_dense_form, resolve_backend, resolve_tile_backend
+from nanovllm.ops.block_sparse import TILE
 from nanovllm.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
@@ -50,6 +51,8 @@ class LoadedModel:
     """What bounds `max_model_len`, and how to raise it if one can."""
     max_num_seqs: int
     """Most sequences of a step."""
+    chunk_multiple: int
+    """Where chunks end that are not a prompt's last, in tokens."""
     max_whole_prefill_tokens: int = 0
     """Most tokens of a prefill that one step computes, layer-major, whatever its budget."""
 
@@ -60,10 +63,14 @@ class _Parts:
 
     model: LlamaForCausalLM
     rotary: RotaryEmbedding
-    policy: SparsePolicy
-    backend: AttentionBackend
+    attention: Attention
     device: Device
     layout: KVLayout
+
+    @property
+    def chunk_multiple(self) -> int:
+        """Where chunks end that are not a prompt's last, in tokens."""
+        return TILE if self.attention.prefill.works_on_tiles else 1
 
 
 def load_runner(
@@ -90,10 +97,7 @@ def _load_runner(
     config: Config, directory: Path, model_config: ModelConfig, device: Device
 ) -> LoadedModel:
     dtype = _dtype(config, model_config, device)
-    policy = create_policy(config.sparse_policy)
-    backend = resolve_backend(
-        config.attention_backend, device.torch_device, dtype, model_config.head_dim
-    )
+    attention = _attention(config, device, dtype, model_config.head_dim)
     rotary = RotaryEmbedding(model_config.hf, model_config.head_dim, device.torch_device)
     max_model_len, length_reason = _max_model_len(config, model_config)
     dummy_seed = config.seed if config.load_format == "dummy" else None
@@ -105,9 +109,39 @@ def _load_runner(
         model_config.head_dim,
         dtype,
     )
-    parts = _Parts(model, rotary, policy, backend, device, layout)
+    parts = _Parts(model, rotary, attention, device, layout)
     make = _make_offloaded if config.enable_offload else _make_resident
-    return make(config, parts, max_model_len, length_reason)
+    loaded = make(config, parts, max_model_len, length_reason)
+    loaded.runner.reset_stats()
+    return loaded
+
+
+def _attention(config: Config, device: Device, dtype: torch.dtype, head_dim: int) -> Attention:
+    """Make the policies and choose their kernels.
+
+    Raises:
+        ConfigError: a policy lacks its phase, or blocks or chunks do not hold whole tiles.
+        BackendUnavailableError: the named backend cannot run here, or not what the policy needs.
+    """
+    prefill, decode = create_policies(config)
+    kernel = (config.attention_backend, device.torch_device, dtype, head_dim)
+    tile_backend = None
+    if prefill.works_on_tiles:
+        name = type(prefill).__name__
+        if config.block_size % TILE:
+            raise ConfigError(
+                f"kvcache_block_size={config.block_size} is not a multiple of {TILE}, the tile of "
+                f"{name}"
+            )
+        if config.max_num_batched_tokens < TILE:
+            raise ConfigError(
+                f"max_num_batched_tokens={config.max_num_batched_tokens} holds no tile of {TILE} "
+                f"tokens, as {name} needs"
+            )
+        tile_backend = resolve_tile_backend(*kernel)
+        if not has_dense_form(tile_backend.name):
+            kernel = ("auto", *kernel[1:])  # for what the policy attends to densely, and decode
+    return Attention(prefill, decode, resolve_backend(*kernel), tile_backend)
 
 
 def _make_resident(
@@ -120,8 +154,7 @@ def _make_resident(
             parts.model,
             parts.rotary,
             ResidentKVCache(layout, num_blocks, device.torch_device),
-            parts.policy,
-            parts.backend,
+            parts.attention,
             device,
             max_model_len,
         )
@@ -132,7 +165,8 @@ def _make_resident(
     num_blocks = layout.num_blocks_for(num_tokens)
     many = min(config.max_num_seqs, config.max_num_batched_tokens)
     seq = _probe_sequence(max_model_len)
-    seq.num_computed_tokens = max_model_len - num_tokens
+    num_history = max_model_len - num_tokens
+    seq.num_computed_tokens = num_history - num_history % parts.chunk_multiple
     seq.block_table = [
         i % num_blocks for i in reversed(range(layout.num_blocks_for(max_model_len)))
     ]
@@ -158,12 +192,13 @@ def _make_resident(
         runner.capture_graphs(min(config.max_num_seqs, num_blocks))
     return LoadedModel(
         runner=runner,
-        backend_name=parts.backend.name,
+        backend_name=parts.attention.backend.name,
         dtype=layout.dtype,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         length_reason=length_reason,
         max_num_seqs=config.max_num_seqs,
+        chunk_multiple=parts.chunk_multiple,
     )
 
 
@@ -171,47 +206,63 @@ def _make_offloaded(
     config: Config, parts: _Parts, max_model_len: int, length_reason: str
 ) -> LoadedModel:
     device, layout = parts.device, parts.layout
+    together = parts.attention.prefill.works_on_tiles
+    chunk_tokens = config.max_num_batched_tokens
+    chunk_tokens -= chunk_tokens % parts.chunk_multiple
     plan = plan_offload(config, device, layout, max_model_len, length_reason)
     engine = OffloadEngine(device, layout, plan.num_host_blocks, plan.num_slots, plan.num_staging)
     runner = OffloadRunner(
         parts.model,
         parts.rotary,
         engine,
-        parts.policy,
-        parts.backend,
+        parts.attention,
         device,
-        config.max_num_batched_tokens,
+        chunk_tokens,
         config.enable_nvtx,
     )
-    # The largest step is a chunk whose history comes from the host and is merged; one block of
-    # history will do, since what holds more is there already.
-    num_tokens = min(config.max_num_batched_tokens, plan.max_model_len)
-    num_history = min(layout.block_size, plan.max_model_len - num_tokens)
+    # The largest step is a chunk whose history comes from the host. Where that is merged, one block
+    # of it will do, since what holds more is there already; a policy that works on tiles takes
+    # memory for all of it.
+    num_tokens = min(chunk_tokens, plan.max_model_len)
+    num_history = plan.max_model_len - num_tokens
+    if together:
+        num_history -= num_history % layout.block_size
+    else:
+        num_history = min(layout.block_size, num_history)
     seq = _probe_sequence(num_history + num_tokens)
-    seq.block_table = list(range(layout.num_blocks_for(seq.num_tokens)))
+    first = min(layout.block_size, num_history)
+    num_same = layout.num_blocks_for(num_history)
+    num_new = layout.num_blocks_for(seq.num_tokens) - num_same
+    seq.block_table = [0] * num_same + [min(1, num_same) + i for i in range(num_new)]
 
     def run_both() -> None:
-        for count in filter(None, (num_history, num_tokens)):
-            _run(runner, device, seq, count, many=1)
-            seq.num_computed_tokens += count
+        for start, count in ((0, first), (num_history, num_tokens)):
+            seq.num_computed_tokens = start
+            if count:
+                _run(runner, device, seq, count, many=1)
 
-    hidden_bytes = parts.model.config.hidden_size * layout.dtype.itemsize
+    # Hidden state, rotary angles in fp32, and the layer's keys and values, if not yet allocated.
+    token_bytes = parts.model.config.hidden_size * layout.dtype.itemsize + 4 * layout.head_dim
     with ExitStack() as undo:
         undo.callback(runner.close)
+        if together:
+            reserve_layer(engine, plan.max_model_len)
+        else:
+            token_bytes += layout.token_bytes
         step_bytes = device.peak_memory_bytes(run_both)
-        runner.reset_stats()
         max_whole_prefill_tokens = plan_whole_prefill(
-            config, device, layout, plan.max_model_len, hidden_bytes, step_bytes
+            config, device, plan.max_model_len, token_bytes, step_bytes
         )
         undo.pop_all()
     return LoadedModel(
         runner=runner,
-        backend_name=parts.backend.name,
+        backend_name=parts.attention.backend.name,
         dtype=layout.dtype,
         num_blocks=plan.num_host_blocks,
         max_model_len=plan.max_model_len,
         length_reason=plan.length_reason,
         max_num_seqs=1,
+        chunk_multiple=parts.chunk_multiple,
         max_whole_prefill_tokens=max_whole_prefill_tokens,
     )
 

@@ -15,12 +15,10 @@ from nanovllm.kvcache.attention_batch import (
     slot_index,
 )
 from nanovllm.kvcache.resident import ResidentKVCache
-from nanovllm.kvcache.sparse.policy import SparsePolicy
-from nanovllm.layers.attention import ResidentAttention
+from nanovllm.layers.attention import Attention, ResidentAttention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.log import get_logger
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.ops.backends import AttentionBackend
 
 logger = get_logger(__name__)
 
@@ -35,16 +33,14 @@ class ModelRunner(Runner):
         model: LlamaForCausalLM,
         rotary: RotaryEmbedding,
         cache: ResidentKVCache,
-        policy: SparsePolicy,
-        backend: AttentionBackend,
+        attention: Attention,
         device: Device,
         max_model_len: int,
     ) -> None:
         self._model = model
         self._rotary = rotary
         self._cache = cache
-        self._policy = policy
-        self._backend = backend
+        self._attention = attention
         self._device = device
         self._max_blocks = -(-max_model_len // cache.block_size)
         self._graphs: dict[int, _DecodeGraph] = {}
@@ -74,10 +70,15 @@ class ModelRunner(Runner):
         logger.info("recorded decode graphs for up to %d sequences", max(self._graphs))
 
     def stats(self) -> dict[str, Any]:
-        return {"transfers": {}, "kv_device_bytes": self._cache.num_bytes, "kv_host_bytes": 0}
+        return {
+            "transfers": {},
+            "kv_device_bytes": self._cache.num_bytes,
+            "kv_host_bytes": 0,
+            "attention": self._attention.prefill.stats(),
+        }
 
     def reset_stats(self) -> None:
-        pass
+        self._attention.prefill.reset_stats()
 
     def close(self) -> None:
         pass
@@ -102,7 +103,7 @@ class ModelRunner(Runner):
         """Return the logits of `rows` of the step, or of all: the loop over layers."""
         token_ids, positions, _ = tokens
         cos, sin = self._rotary.angles(positions)
-        step = ResidentAttention(batch, self._cache.layers, self._policy, self._backend, cos, sin)
+        step = ResidentAttention(batch, self._cache.layers, self._attention, cos, sin)
         *layers, last = self._model.layers
         hidden: torch.Tensor = self._model.embed_tokens(token_ids)
         residual = None

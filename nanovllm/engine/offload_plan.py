@@ -6,6 +6,7 @@ from nanovllm.config import Config
 from nanovllm.device import Device, free_host_bytes
 from nanovllm.errors import CapacityError
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.log import get_logger
 
 logger = get_logger(__name__)
@@ -84,9 +85,8 @@ def plan_offload(
 def plan_whole_prefill(
     config: Config,
     device: Device,
-    layout: KVLayout,
     max_model_len: int,
-    hidden_bytes: int,
+    token_bytes: int,
     activation_bytes: int,
 ) -> int:
     """Return the most tokens that a layer-major prefill may have; 0 if there is to be none.
@@ -94,9 +94,8 @@ def plan_whole_prefill(
     Args:
         config: the options.
         device: with weights, ring and staging already there.
-        layout: shape of the KV cache.
         max_model_len: most tokens of a sequence; no chunk is longer.
-        hidden_bytes: bytes of one token's hidden state.
+        token_bytes: what each of its tokens takes.
         activation_bytes: the most that a chunk takes beside that.
 
     Raises:
@@ -107,8 +106,6 @@ def plan_whole_prefill(
         budget = int(free * _CPU_SHARE)
     else:
         budget = int(total * config.gpu_memory_utilization) - (total - free) - activation_bytes
-    # Hidden state, the layer's keys and values, and the rotary angles in fp32.
-    token_bytes = hidden_bytes + layout.token_bytes + 4 * layout.head_dim
     max_tokens = max(0, budget) // token_bytes
     chunk_tokens = min(config.max_num_batched_tokens, max_model_len)
     if max_tokens < chunk_tokens:
@@ -119,6 +116,23 @@ def plan_whole_prefill(
             "max_num_batched_tokens or num_gpu_blocks, or raise gpu_memory_utilization"
         )
     return 0 if config.prefill_order == "chunk" else max_tokens
+
+
+def reserve_layer(engine: OffloadEngine, max_model_len: int) -> None:
+    """Let the prefill buffer hold one layer of the longest sequence.
+
+    Raises:
+        CapacityError: it does not fit.
+    """
+    device, layout = engine.device, engine.pool.layout
+    needed, free = max_model_len * layout.token_bytes, device.free_memory_bytes()
+    if needed > free:
+        raise CapacityError(
+            f"the policy needs the keys and values of one layer together: {needed / _GIB:.2f} GiB "
+            f"for max_model_len={max_model_len}, and {free / _GIB:.2f} GiB are free on "
+            f"{device.name}. Lower max_model_len"
+        )
+    engine.recent.reserve(max_model_len)
 
 
 def _num_host_blocks(config: Config, device: Device, layout: KVLayout) -> int:

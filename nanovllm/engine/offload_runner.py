@@ -12,11 +12,9 @@ from nanovllm.engine.scheduler import Step
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.chunk import Chunk
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.sparse.policy import SparsePolicy
-from nanovllm.layers.attention import OffloadedAttention
+from nanovllm.layers.attention import Attention, OffloadedAttention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.ops.backends import AttentionBackend
 
 
 class OffloadRunner(Runner):
@@ -32,8 +30,7 @@ class OffloadRunner(Runner):
         model: LlamaForCausalLM,
         rotary: RotaryEmbedding,
         engine: OffloadEngine,
-        policy: SparsePolicy,
-        backend: AttentionBackend,
+        attention: Attention,
         device: Device,
         chunk_tokens: int,
         nvtx: bool,
@@ -41,8 +38,7 @@ class OffloadRunner(Runner):
         self._model = model
         self._rotary = rotary
         self._engine = engine
-        self._policy = policy
-        self._backend = backend
+        self._attention = attention
         self._device = device
         self._chunk_tokens = chunk_tokens
         self._nvtx = nvtx
@@ -61,8 +57,8 @@ class OffloadRunner(Runner):
         )
         token_ids = device.upload(seq.token_ids[start : start + num_tokens], torch.int32)
         chunks = self._chunks(seq, num_tokens, is_prefill)
-        engine.recent.reserve(chunks[-1].num_device_tokens)
-        steps = [self._attention(chunk) for chunk in chunks]
+        engine.begin_step(chunks[-1].num_buffer_tokens)
+        steps = [self._attention_step(chunk) for chunk in chunks]
         # The residual stream of each chunk, [num_tokens, hidden_size].
         streams = [self._model.embed_tokens(ids) for ids in token_ids.split(self._chunk_tokens)]
         # Of the last layer's output only what is sampled is wanted.
@@ -84,10 +80,12 @@ class OffloadRunner(Runner):
             "transfers": self._engine.stats.summary(),
             "kv_device_bytes": self._engine.num_device_bytes,
             "kv_host_bytes": self._engine.pool.num_bytes,
+            "attention": self._attention.prefill.stats(),
         }
 
     def reset_stats(self) -> None:
         self._engine.stats.reset()
+        self._attention.prefill.reset_stats()
 
     def close(self) -> None:
         self._engine.close()
@@ -97,9 +95,11 @@ class OffloadRunner(Runner):
         start = seq.num_computed_tokens
         stop = start + num_tokens
         device_start = start // block_size * block_size
+        together = is_prefill and self._attention.prefill.works_on_tiles
+        buffer_start = 0 if together else device_start
         slots = torch.arange(
-            start - device_start,
-            stop - device_start,
+            start - buffer_start,
+            stop - buffer_start,
             dtype=torch.int32,
             device=self._device.torch_device,
         ).split(self._chunk_tokens)
@@ -113,8 +113,10 @@ class OffloadRunner(Runner):
                 num_history_tokens=start + i * self._chunk_tokens,
                 num_tokens=len(places),
                 device_start=device_start,
+                buffer_start=buffer_start,
                 block_size=block_size,
                 is_prefill=is_prefill,
+                is_first=i == 0,
                 is_last=i == len(slots) - 1,
                 continues=continues,
                 slots=places,
@@ -122,7 +124,7 @@ class OffloadRunner(Runner):
             for i, places in enumerate(slots)
         ]
 
-    def _attention(self, chunk: Chunk) -> OffloadedAttention:
+    def _attention_step(self, chunk: Chunk) -> OffloadedAttention:
         positions = torch.arange(
             chunk.num_history_tokens,
             chunk.context_len,
@@ -131,9 +133,7 @@ class OffloadRunner(Runner):
         )
         cos, sin = self._rotary.angles(positions)
         num_layers = len(self._model.layers)
-        return OffloadedAttention(
-            chunk, self._engine, num_layers, self._policy, self._backend, cos, sin
-        )
+        return OffloadedAttention(chunk, self._engine, num_layers, self._attention, cos, sin)
 
     def _range(self, name: str) -> AbstractContextManager[Any]:
         return self._device.range(name) if self._nvtx else nullcontext()

@@ -60,6 +60,8 @@ class Scheduler:
         max_num_batched_tokens: the budget of a step.
         max_whole_prefill_tokens: a prefill of up to so many tokens is one step, whatever the
             budget: the runner computes it layer-major.
+        chunk_multiple: a chunk that is not a sequence's last ends at a multiple of so many tokens;
+            no more than the budget.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_whole_prefill_tokens: int = 0,
+        chunk_multiple: int = 1,
     ) -> None:
         self.block_manager = block_manager
         self.num_preemptions = 0
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_whole_prefill_tokens = max_whole_prefill_tokens
+        self._chunk_multiple = chunk_multiple
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
@@ -90,12 +94,16 @@ class Scheduler:
         """Choose the next step's work and give it its blocks. Empty if nothing waits or runs."""
         step = Step()
         step.decodes = self._grow_decodes()
-        # No more run than the budget has tokens: one is admitted only when each has had one.
+        # No more run than the budget has tokens: one is admitted only when each has had its share.
         budget = self._max_num_batched_tokens - len(step.decodes)
         for seq in self._running:
             if not seq.is_decoding:
                 budget -= self._schedule_chunk(step, seq, budget)
-        while budget > 0 and self._waiting and len(self._running) < self._max_num_seqs:
+        while (
+            budget >= self._chunk_multiple
+            and self._waiting
+            and len(self._running) < self._max_num_seqs
+        ):
             seq = self._waiting[0]
             if not self.block_manager.allocate(seq):
                 break
@@ -154,8 +162,10 @@ class Scheduler:
 
     def _schedule_chunk(self, step: Step, seq: Sequence, budget: int) -> int:
         num_tokens = seq.num_uncomputed_tokens
-        if num_tokens > self._max_whole_prefill_tokens:
-            num_tokens = min(budget, num_tokens)
-        if num_tokens > 0:
-            step.prefills.append((seq, num_tokens))
+        if num_tokens > max(budget, self._max_whole_prefill_tokens):
+            stop = seq.num_computed_tokens + budget
+            num_tokens = stop - stop % self._chunk_multiple - seq.num_computed_tokens
+        if num_tokens <= 0:
+            return 0
+        step.prefills.append((seq, num_tokens))
         return num_tokens

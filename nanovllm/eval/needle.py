@@ -138,6 +138,21 @@ def describe(result: NeedleResult) -> str:
     return "\n".join(lines)
 
 
+def describe_attention(stats: dict[str, Any]) -> list[str]:
+    """Return a line on how much of the prefill's attention was computed, from `LLM.stats()`.
+
+    None if the policy computes all of it.
+    """
+    if not stats["attention"]:
+        return []
+    density = stats["attention"]["tile_density"]
+    by_layer = stats["attention"]["tile_density_by_layer"]
+    return [
+        f"Attention: {1 - density:.0%} of the prefill's was skipped "
+        f"({1 - max(by_layer):.0%} to {1 - min(by_layer):.0%} of a layer's)"
+    ]
+
+
 def describe_transfers(stats: dict[str, Any]) -> list[str]:
     """Return lines on where the KV cache lay and what was copied, from `LLM.stats()`.
 

@@ -12,7 +12,8 @@ class Chunk:
 
     The sequence's first blocks may lie in host memory only. From `device_start` on, which is where
     a block begins, its tokens lie together on the device: in the tail block while one block holds
-    them, else in the prefill buffer.
+    them, else in the prefill buffer. The buffer may begin before them, with places for the blocks
+    in host memory, if what is loaded is to lie beside them.
     """
 
     block_table: Seq[int]
@@ -22,8 +23,12 @@ class Chunk:
     num_tokens: int
     device_start: int
     """First token that lies on the device; a multiple of `block_size`."""
+    buffer_start: int
+    """First token that has a place in the prefill buffer: `device_start`, or 0."""
     block_size: int
     is_prefill: bool
+    is_first: bool
+    """Whether the step computes no earlier chunk of the sequence."""
     is_last: bool
     """Whether the step computes no later chunk of the sequence."""
     continues: bool
@@ -42,14 +47,27 @@ class Chunk:
         return self.context_len - self.device_start
 
     @property
+    def num_buffer_tokens(self) -> int:
+        """Tokens that have a place where the chunk is stored, up to its end."""
+        return self.context_len - self.buffer_start
+
+    @property
     def num_earlier_tokens(self) -> int:
         """Tokens of the history that are on the device when the chunk begins."""
         return self.num_history_tokens - self.device_start
 
     @property
     def in_tail(self) -> bool:
-        """Whether the tail block holds all that is on the device."""
-        return self.num_device_tokens <= self.block_size
+        """Whether the chunk is stored in the tail block."""
+        return self.num_buffer_tokens <= self.block_size
+
+    @property
+    def follows_tail(self) -> bool:
+        """Whether the tail block holds the newest tokens before the chunk, and not the chunk."""
+        before = self.num_history_tokens - (
+            self.device_start if self.is_first else self.buffer_start
+        )
+        return 0 < before <= self.block_size and not self.in_tail
 
     @property
     def host_blocks(self) -> Seq[int]:

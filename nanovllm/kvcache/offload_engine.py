@@ -5,9 +5,10 @@ Which waits that takes is told in docs/offload.md.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from enum import Enum
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,12 +21,23 @@ from nanovllm.kvcache.recent import RecentKV
 from nanovllm.metrics.transfer import TransferStats
 from nanovllm.ops.block_layout import unpack_blocks
 
+T = TypeVar("T")
+
+
+class Part(Enum):
+    """What of a block is loaded; the value picks it out of `[num_blocks, K and V, ...]`."""
+
+    ALL = slice(None)
+    KEYS = slice(0, 1)
+    VALUES = slice(1, 2)
+
 
 class _Wish(NamedTuple):
-    """A block that somebody wants on the device."""
+    """A block, or a part of it, that somebody wants on the device."""
 
     layer_id: int
     block_id: int
+    part: Part
 
 
 class _Load(NamedTuple):
@@ -88,6 +100,9 @@ class OffloadEngine:
         )
         self._next_slot = 0
         self._in_flight: deque[_Load] = deque()
+        # Which parts of which blocks were gathered into the prefill buffer, and of which layer.
+        self._gathered: set[tuple[int, Part]] = set()
+        self._gathered_layer: int | None = None
 
     @property
     def num_device_bytes(self) -> int:
@@ -98,6 +113,11 @@ class OffloadEngine:
     def close(self) -> None:
         """Give host memory back. Waits for copies in flight."""
         self.pool.close()
+
+    def begin_step(self, num_buffer_tokens: int) -> None:
+        """Let the prefill buffer have room for a step's tokens, and forget what was gathered."""
+        self.recent.reserve(num_buffer_tokens)
+        self._gathered_layer = None
 
     def load_blocks(
         self, layer_id: int, block_ids: Seq[int], ahead: tuple[int, Seq[int]] | None = None
@@ -116,30 +136,44 @@ class OffloadEngine:
             this iterator or another: several may take turns, but then load some blocks twice.
             Never waits with the host, unless for memory that is still being made.
         """
-        plan = [_Wish(layer_id, block_id) for block_id in block_ids]
-        num_wanted = len(plan)
-        if ahead is not None:
-            plan += [_Wish(ahead[0], block_id) for block_id in ahead[1]]
-        if not num_wanted:
-            self._fetch(plan)
-        for start in range(0, num_wanted, self.piece_blocks):
-            # Who asked for the piece before may have loaded something else since.
-            self._fetch(plan)
-            count = min(self.piece_blocks, num_wanted - start)
-            piece = self._unpack([self._in_flight.popleft() for _ in range(count)])
-            del plan[:count]
-            self._fetch(plan)
-            yield piece
+        wanted = [_Wish(layer_id, block_id, Part.ALL) for block_id in block_ids]
+        wishes = [] if ahead is None else [_Wish(ahead[0], block, Part.ALL) for block in ahead[1]]
+        yield from self._arrivals(wanted, wishes, self._unpack_to_window)
+
+    def gather_keys(self, layer_id: int, chunk: Chunk) -> None:
+        """Load the keys of a chunk's host blocks to their places in the prefill buffer.
+
+        What the step has gathered before for this layer is there. Waits with the host for nothing
+        but memory that is still being made.
+        """
+        self._gather(layer_id, chunk, chunk.host_blocks, Part.KEYS, [])
+
+    def gather_values(
+        self,
+        layer_id: int,
+        chunk: Chunk,
+        block_ids: Seq[int],
+        ahead: tuple[int, Seq[int]] | None = None,
+    ) -> None:
+        """Load the values of those of `block_ids` that are host blocks of the chunk, likewise.
+
+        Args:
+            ahead: layer and blocks whose keys are likely to be wanted next.
+        """
+        wishes = [] if ahead is None else [_Wish(ahead[0], block, Part.KEYS) for block in ahead[1]]
+        chosen = set(block_ids)
+        wanted = [block_id for block_id in chunk.host_blocks if block_id in chosen]
+        self._gather(layer_id, chunk, wanted, Part.VALUES, wishes)
 
     def load_to_slot_layer(self, slot: int, layer_id: int, block_id: int) -> None:
         """Begin to load a block's keys and values into a slot."""
         self.drop_loads()
-        self._load(slot, layer_id, block_id, 1)
+        self._load(slot, _Wish(layer_id, block_id, Part.ALL), 1)
 
     def load_k_only_to_slot_layer(self, slot: int, layer_id: int, block_id: int) -> None:
         """Begin to load a block's keys into a slot; its values are undefined."""
         self.drop_loads()
-        self._load(slot, layer_id, block_id, 1, keys_only=True)
+        self._load(slot, _Wish(layer_id, block_id, Part.KEYS), 1)
 
     def wait_slot_layer(self, slot: int) -> None:
         """Let the compute stream wait until a slot holds its block."""
@@ -178,13 +212,16 @@ class OffloadEngine:
         block_ids = chunk.block_table[places.start : places.stop]
         if not block_ids:
             return
-        overwritten = {_Wish(layer_id, block_id) for block_id in block_ids}
-        if any(load.wish in overwritten for load in self._in_flight):
+        overwritten = set(block_ids)
+        if any(
+            load.wish.layer_id == layer_id and load.wish.block_id in overwritten
+            for load in self._in_flight
+        ):
             self.drop_loads()
-        keys, values = self.get_prefill_buffer_slice(layer_id, chunk.num_device_tokens)
+        keys, values = self.get_prefill_buffer_slice(layer_id, chunk.num_buffer_tokens)
         tokens = slice(
-            places.start * self._block_size - chunk.device_start,
-            places.stop * self._block_size - chunk.device_start,
+            places.start * self._block_size - chunk.buffer_start,
+            places.stop * self._block_size - chunk.buffer_start,
         )
         self._writer.write(layer_id, block_ids, keys[tokens], values[tokens])
 
@@ -201,6 +238,45 @@ class OffloadEngine:
     def drop_loads(self) -> None:
         """Give up the loads that were begun ahead."""
         self._keep_matching([])
+
+    def _arrivals(
+        self, wanted: Seq[_Wish], ahead: Seq[_Wish], unpack: Callable[[Seq[_Load]], T]
+    ) -> Iterator[T]:
+        """Load what is wanted, some blocks at a time, and yield what `unpack` makes of them.
+
+        `unpack` moves loaded blocks out of their slots. What `ahead` wants is begun when slots are
+        free. Another iterator may load other things in between.
+        """
+        plan = [*wanted, *ahead]
+        if not wanted:
+            self._fetch(plan)
+        for start in range(0, len(wanted), self.piece_blocks):
+            # Who asked for the piece before may have loaded something else since.
+            self._fetch(plan)
+            count = min(self.piece_blocks, len(wanted) - start)
+            arrived = unpack([self._in_flight.popleft() for _ in range(count)])
+            del plan[:count]
+            self._fetch(plan)
+            yield arrived
+
+    def _gather(
+        self, layer_id: int, chunk: Chunk, block_ids: Seq[int], part: Part, ahead: Seq[_Wish]
+    ) -> None:
+        if self._gathered_layer != layer_id:
+            self._gathered.clear()
+            self._gathered_layer = layer_id
+        missing = [block_id for block_id in block_ids if (block_id, part) not in self._gathered]
+        self._gathered.update((block_id, part) for block_id in missing)
+        buffer = self.recent.storage(layer_id, chunk.num_buffer_tokens)
+        target = (buffer.keys if part is Part.KEYS else buffer.values).flatten(0, 1)
+        places = {block_id: place for place, block_id in enumerate(chunk.host_blocks)}
+
+        def unpack(loads: Seq[_Load]) -> None:
+            self._unpack(loads, part, [places[load.wish.block_id] for load in loads], target)
+
+        wanted = [_Wish(layer_id, block_id, part) for block_id in missing]
+        for _ in self._arrivals(wanted, ahead, unpack):
+            pass
 
     def _fetch(self, plan: Seq[_Wish]) -> None:
         """Let the loads in flight be those that `plan` asks for first."""
@@ -226,26 +302,27 @@ class OffloadEngine:
     def _issue(self, plan: Seq[_Wish], num_issued: int) -> None:
         """Begin loads, in the order of `plan`, while slots are free; some have begun already."""
         while num_issued < len(plan) and len(self._in_flight) < self.num_slots:
-            (layer_id, block_id), slot = plan[num_issued], self._next_slot
+            wish, slot = plan[num_issued], self._next_slot
             limit = min(
                 len(plan) - num_issued,
                 self.num_slots - len(self._in_flight),
                 self.num_slots - slot,
                 self.piece_blocks - slot % self.piece_blocks,
-                self.pool.num_adjacent(block_id),
+                self.pool.num_adjacent(wish.block_id),
             )
             count = 1
-            while count < limit and plan[num_issued + count] == (layer_id, block_id + count):
+            while count < limit and plan[num_issued + count] == wish._replace(
+                block_id=wish.block_id + count
+            ):
                 count += 1
-            self._load(slot, layer_id, block_id, count)
+            self._load(slot, wish, count)
             self._in_flight.extend(_Load(plan[num_issued + i], slot + i) for i in range(count))
             self._next_slot = (slot + count) % self.num_slots
             num_issued += count
 
-    def _load(
-        self, slot: int, layer_id: int, block_id: int, count: int, keys_only: bool = False
-    ) -> None:
-        """Begin to load adjacent blocks into adjacent slots of one stream."""
+    def _load(self, slot: int, first: _Wish, count: int) -> None:
+        """Begin to load adjacent blocks, `first` and those after it, to slots of one stream."""
+        layer_id, block_id, part = first
         slots = slice(slot, slot + count)
         span = Span("slot", slot, count)
         stream = self.slot_transfer_streams[slot]
@@ -255,29 +332,48 @@ class OffloadEngine:
             stream.wait(event)
         target, source = self._slots[slots], self.pool.blocks(layer_id, block_id, count)
         stream.discard(target, span)
-        if keys_only:
-            target, source = target[:, 0], source[:, 0]
-        stream.copy(target, source, reads=Span(("host", layer_id), block_id, count), writes=span)
+        stream.copy(
+            target[:, part.value],
+            source[:, part.value],
+            reads=Span(("host", layer_id), block_id, count),
+            writes=span,
+        )
         self.ring_slot_ready[slots] = [stream.record()] * count
-        key_bytes = source.nbytes if keys_only else source.nbytes // 2
-        self.stats.add_copies("h2d", 1, key_bytes, source.nbytes - key_bytes)
+        half = source.nbytes // 2
+        key_bytes, value_bytes = half * (part is not Part.VALUES), half * (part is not Part.KEYS)
+        self.stats.add_copies("h2d", 1, key_bytes, value_bytes)
 
-    def _unpack(self, loads: Seq[_Load]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the compute stream wait for loads, move them to the window and free their slots."""
+    def _unpack_to_window(self, loads: Seq[_Load]) -> tuple[torch.Tensor, torch.Tensor]:
+        self._unpack(loads, Part.ALL, range(len(loads)), self._window.flatten(1, 2))
+        keys, values = self._window[: len(loads) * self._block_size].unbind(1)
+        return keys, values
+
+    def _unpack(
+        self, loads: Seq[_Load], part: Part, places: Seq[int], target: torch.Tensor
+    ) -> None:
+        """Let the compute stream wait for loads, move them to `target` and free their slots.
+
+        Args:
+            places: where in `target` each goes, in blocks from its start.
+            target: token-major, `[num_tokens, num_heads, head_dim]`; of both keys and values, the
+                heads of either follow each other.
+        """
         self._wait([self.ring_slot_ready[load.slot] for load in loads])
         start = 0
         while start < len(loads):
-            slot = loads[start].slot
-            count = min(len(loads) - start, self.num_slots - slot)
-            rows = slice(start * self._block_size, (start + count) * self._block_size)
+            slot, place = loads[start].slot, places[start]
+            count = 1
+            while start + count < len(loads) and (
+                loads[start + count].slot == slot + count and places[start + count] == place + count
+            ):
+                count += 1
+            rows = slice(place * self._block_size, (place + count) * self._block_size)
             self.device.touch(reads=Span("slot", slot, count))
-            slots = self._slots[slot : slot + count]
-            unpack_blocks(slots.flatten(1, 2), self._window[rows].flatten(1, 2))
+            slots = self._slots[slot : slot + count, part.value]
+            unpack_blocks(slots.flatten(1, 2), target[rows])
             done = self.compute_stream.record()
             self.ring_slot_compute_done[slot : slot + count] = [done] * count
             start += count
-        keys, values = self._window[: len(loads) * self._block_size].unbind(1)
-        return keys, values
 
     def _wait(self, events: Seq[Event | None]) -> None:
         wait_timed(self.compute_stream, events, self.stats)

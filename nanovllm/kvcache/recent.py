@@ -13,7 +13,8 @@ class RecentKV:
 
     The tail holds the sequence's last block while it is not full. A chunk that fits into it is
     stored there; a longer one is stored in the prefill buffer, behind a copy of the tail, and what
-    it leaves of an unfinished block becomes the tail. Both are token-major, as attention reads.
+    it leaves of an unfinished block becomes the tail. Before that the buffer may hold blocks that
+    were gathered from host memory. Both are token-major, as attention reads.
     """
 
     def __init__(self, device: Device, layout: KVLayout) -> None:
@@ -44,19 +45,20 @@ class RecentKV:
 
     def begin(self, layer_id: int, chunk: Chunk) -> LayerKV:
         """Return where a chunk's keys and values are to be stored, after those before them."""
-        target = self.storage(layer_id, chunk.num_device_tokens)
-        earlier = chunk.num_earlier_tokens
-        if 0 < earlier <= self._layout.block_size < chunk.num_device_tokens:
+        target = self.storage(layer_id, chunk.num_buffer_tokens)
+        if chunk.follows_tail:
+            earlier = chunk.num_earlier_tokens
+            start = chunk.device_start - chunk.buffer_start
             tail = self.storage(layer_id, earlier)
-            self._copy(target, slice(0, earlier), tail, slice(0, earlier))
+            self._copy(target, slice(start, start + earlier), tail, slice(0, earlier))
         return target
 
     def end(self, layer_id: int, chunk: Chunk) -> None:
         """Keep what a stored chunk leaves of an unfinished block."""
         num_left = chunk.context_len % self._layout.block_size
         if chunk.is_last and num_left and not chunk.in_tail:
-            source = self.storage(layer_id, chunk.num_device_tokens)
-            last = slice(chunk.num_device_tokens - num_left, chunk.num_device_tokens)
+            source = self.storage(layer_id, chunk.num_buffer_tokens)
+            last = slice(chunk.num_buffer_tokens - num_left, chunk.num_buffer_tokens)
             self._copy(self.storage(layer_id, num_left), slice(0, num_left), source, last)
 
     @staticmethod

@@ -28,6 +28,8 @@ class KVSource(ABC):
 
     available_blocks: Seq[int]
     """Ids of the full KV blocks of the chunk's history, oldest first."""
+    loads_blocks: bool
+    """Whether some of the available blocks are in host memory only."""
 
     @abstractmethod
     def pieces(self, selected: Seq[int]) -> Iterator[KVPiece]:
@@ -41,19 +43,47 @@ class KVSource(ABC):
             kernels on the current stream until the next is asked for.
         """
 
+    @abstractmethod
+    def keys(self) -> torch.Tensor:
+        """Return all keys up to the end of the chunk, `[context_len, num_kv_heads, head_dim]`.
+
+        Only for policies that `works_on_tiles`, as `load` is.
+        """
+
+    @abstractmethod
+    def load(self, selected: Seq[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `keys()` and the values beside them, undefined in blocks that are not selected.
+
+        Args:
+            selected: some of `available_blocks`, in their order. Of blocks in host memory only the
+                values of these are copied, once for each layer and step.
+        """
+
 
 class ResidentSource(KVSource):
     """A layer of the paged cache on the device: one piece."""
 
+    loads_blocks = False
+
     def __init__(self, layer_kv: LayerKV, segment: PrefillSegment) -> None:
         self._layer_kv, self._segment = layer_kv, segment
         self.available_blocks = segment.history_blocks
+        self._context: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def pieces(self, selected: Seq[int]) -> Iterator[KVPiece]:
         everything = len(selected) == len(self.available_blocks)
         segment = self._segment
         slots = segment.slots if everything else segment.slots_of(selected)
         yield KVPiece(*self._layer_kv.read(slots), holds_chunk=True)
+
+    def keys(self) -> torch.Tensor:
+        return self.load(self.available_blocks)[0]
+
+    def load(self, selected: Seq[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        # Scattered blocks are gathered, and not twice.
+        if self._context is None:
+            self._context = self._layer_kv.read(self._segment.slots)
+        return self._context
 
 
 class OffloadedSource(KVSource):
@@ -76,6 +106,7 @@ class OffloadedSource(KVSource):
         self._chunk = chunk
         num_full = chunk.num_history_tokens // chunk.block_size
         self.available_blocks = chunk.block_table[:num_full]
+        self.loads_blocks = len(chunk.host_blocks) > 0
 
     def pieces(self, selected: Seq[int]) -> Iterator[KVPiece]:
         chunk = self._chunk
@@ -84,8 +115,9 @@ class OffloadedSource(KVSource):
         loaded = [block_id for block_id in chunk.host_blocks if block_id in wanted]
         for piece in self._engine.load_blocks(self._layer_id, loaded, self._ahead(loaded)):
             yield KVPiece(*piece, holds_chunk=False)
-        keys, values = self._engine.get_prefill_buffer_slice(
-            self._layer_id, chunk.num_device_tokens
+        keys, values = (
+            x[chunk.device_start - chunk.buffer_start :]
+            for x in self._engine.get_prefill_buffer_slice(self._layer_id, chunk.num_buffer_tokens)
         )
         at_hand = self.available_blocks[num_host:]
         kept = [place for place, block_id in enumerate(at_hand) if block_id in wanted]
@@ -97,6 +129,28 @@ class OffloadedSource(KVSource):
             rows = slot_index(kept, num_tokens, size, self._engine.device)
             keys, values = keys[rows], values[rows]
         yield KVPiece(keys, values, holds_chunk=True)
+
+    def keys(self) -> torch.Tensor:
+        self._gather_keys()
+        return self._context()[0]
+
+    def load(self, selected: Seq[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        self._gather_keys()
+        chunk = self._chunk
+        # A later chunk of the step finds the layer's keys gathered.
+        is_done = self._next_layer != self._layer_id
+        ahead = self._ahead(chunk.host_blocks) if is_done else None
+        self._engine.gather_values(self._layer_id, chunk, selected, ahead)
+        return self._context()
+
+    def _gather_keys(self) -> None:
+        if self._chunk.buffer_start:
+            raise ValueError("the chunk's buffer has no place for what lies in host memory")
+        self._engine.gather_keys(self._layer_id, self._chunk)
+
+    def _context(self) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens = self._chunk.num_buffer_tokens
+        return self._engine.get_prefill_buffer_slice(self._layer_id, num_tokens)
 
     def _ahead(self, loaded: Seq[int]) -> tuple[int, Seq[int]] | None:
         """Return the layer and blocks that are likely to be wanted next."""

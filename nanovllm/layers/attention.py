@@ -15,7 +15,7 @@ from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.resident import LayerKV
 from nanovllm.kvcache.source import OffloadedSource, ResidentSource
 from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
-from nanovllm.ops.backends import AttentionBackend
+from nanovllm.ops.backends import AttentionBackend, TileBackend
 from nanovllm.ops.elementwise import rotate_and_store
 
 
@@ -38,20 +38,30 @@ class AttentionStep(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """Which attention is computed, and by which kernels: the same for all steps of an engine."""
+
+    prefill: SparsePolicy
+    decode: SparsePolicy
+    backend: AttentionBackend
+    tile_backend: TileBackend | None
+    """None if no policy works on tiles."""
+
+
+@dataclass(frozen=True, slots=True)
 class ResidentAttention(AttentionStep):
     """A step of many sequences whose KV cache is on the device."""
 
     batch: AttentionBatch
     cache: list[LayerKV]
-    policy: SparsePolicy
-    backend: AttentionBackend
+    attention: Attention
     cos: torch.Tensor
     """fp32 `[num_tokens, head_dim / 2]`: rotary angles of the step's tokens."""
     sin: torch.Tensor
 
     def attend(self, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
         layer_kv = self.cache[layer_id]
-        batch, policy = self.batch, self.policy
+        batch, attention = self.batch, self.attention
         query = rotate_and_store(
             heads, layer_kv.keys, layer_kv.values, batch.slot_mapping, self.cos, self.sin
         )
@@ -64,12 +74,14 @@ class ResidentAttention(AttentionStep):
                 num_history_tokens=segment.num_history_tokens,
                 block_size=segment.block_size,
                 softmax_scale=scale,
-                backend=self.backend,
+                backend=attention.backend,
+                tile_backend=attention.tile_backend,
             )
             source = ResidentSource(layer_kv, segment)
-            outputs.append(policy.compute_chunked_prefill(source, ctx))
+            outputs.append(attention.prefill.compute_chunked_prefill(source, ctx))
         if (decodes := batch.decodes) is not None:
-            outputs.append(policy.compute_decode(query[decodes.rows], layer_kv, decodes, scale))
+            rows = query[decodes.rows]
+            outputs.append(attention.decode.compute_decode(rows, layer_kv, decodes, scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -80,14 +92,13 @@ class OffloadedAttention(AttentionStep):
     chunk: Chunk
     engine: OffloadEngine
     num_layers: int
-    policy: SparsePolicy
-    backend: AttentionBackend
+    attention: Attention
     cos: torch.Tensor
     """fp32 `[num_tokens, head_dim / 2]`: rotary angles of the chunk's tokens."""
     sin: torch.Tensor
 
     def attend(self, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
-        chunk, engine = self.chunk, self.engine
+        chunk, engine, attention = self.chunk, self.engine, self.attention
         target = engine.recent.begin(layer_id, chunk)
         query = rotate_and_store(heads, target.keys, target.values, chunk.slots, self.cos, self.sin)
         # Before attention, so that the copies to the host run beside it.
@@ -99,13 +110,14 @@ class OffloadedAttention(AttentionStep):
             num_history_tokens=chunk.num_history_tokens,
             block_size=chunk.block_size,
             softmax_scale=query.shape[-1] ** -0.5,
-            backend=self.backend,
+            backend=attention.backend,
+            tile_backend=attention.tile_backend,
             is_prefill=chunk.is_prefill,
         )
         source = OffloadedSource(engine, layer_id, self._next_layer(layer_id), chunk)
         if chunk.is_prefill:
-            return self.policy.compute_chunked_prefill(source, ctx)
-        return self.policy.compute_chunked_decode(source, ctx)
+            return attention.prefill.compute_chunked_prefill(source, ctx)
+        return attention.decode.compute_chunked_decode(source, ctx)
 
     def _next_layer(self, layer_id: int) -> int | None:
         """Return the layer whose keys and values are wanted next, as far as one can know."""

@@ -1,9 +1,11 @@
 """Tile-sparse attention with LSE: causal attention of which only chosen tiles are computed."""
 
+from functools import lru_cache
+
 import torch
 
-from nanovllm.errors import BackendUnavailableError
-from nanovllm.ops.backends.torch_block_sparse import TILE, TorchBlockSparse
+from nanovllm.ops.backends import TileBackend, resolve_tile_backend
+from nanovllm.ops.backends.base import TILE
 
 __all__ = ["TILE", "block_sparse_attention", "causal_tiles"]
 
@@ -16,6 +18,7 @@ def block_sparse_attention(
     q_offset: int,
     k_offset: int,
     softmax_scale: float,
+    backend: TileBackend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend causally inside the kept tiles and return the output and the LSE of their logits.
 
@@ -31,24 +34,26 @@ def block_sparse_attention(
             tile of `TILE` queries and `TILE` keys is computed. The last ones may be partial.
         q_offset, k_offset: multiples of `TILE`.
         softmax_scale: factor of the logits.
+        backend: kernel to use; None takes the best one for the query's device.
 
     Returns:
         Output like `query`, contiguous, and the LSE, fp32 `[num_q_heads, q_len]`. A row whose tiles
         hold no visible key is 0, and its LSE `-inf`, so that results over disjoint pieces of the
         keys merge with `merge_attention_outputs`. With all tiles kept this is dense attention
-        (FlashAttention, section 3.3, block-sparse). Reads `tiles` on the host.
+        (FlashAttention, section 3.3, block-sparse). Does not synchronise on a GPU.
 
     Raises:
         ValueError: shapes, offsets or dtypes that do not fit each other.
         BackendUnavailableError: nothing here computes this on the query's device.
     """
     _check(query, key, value, tiles, q_offset, k_offset)
-    backend = TorchBlockSparse()
-    if reasons := backend.reasons_against(query.device, query.dtype, query.shape[-1]):
-        raise BackendUnavailableError(f"tile-sparse attention {'; '.join(reasons)}")
-    visible = causal_tiles(query.shape[0], key.shape[0], q_offset, k_offset, query.device)
+    q_len, num_q_heads, head_dim = query.shape
+    backend = backend or _default_backend(query.device, query.dtype, head_dim)
+    if q_len == 0 or key.shape[0] == 0:
+        lse = query.new_full((num_q_heads, q_len), float("-inf"), dtype=torch.float32)
+        return query.new_zeros(query.shape), lse
     diagonal = (q_offset - k_offset) // TILE
-    return backend.attend(query, key, value, tiles & visible, diagonal, softmax_scale)
+    return backend.attend(query, key, value, tiles, diagonal, softmax_scale)
 
 
 def causal_tiles(
@@ -89,3 +94,8 @@ def _check(
             f"tiles of shape {list(tiles.shape)}, {tiles.dtype}, on {tiles.device}; "
             f"needed are {fitting}, {torch.bool}, on {query.device}"
         )
+
+
+@lru_cache
+def _default_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> TileBackend:
+    return resolve_tile_backend("auto", device, dtype, head_dim)

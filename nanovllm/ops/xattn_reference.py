@@ -55,7 +55,7 @@ def block_sums(weights: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def tile_masses_group(
     query: torch.Tensor, key: torch.Tensor, q_offset: int, stride: int, tile: int = TILE
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each tile's mass by XAttention: the softmax of the group scores, summed over the tile.
 
     A query tile's masses add up to the number of its groups.
@@ -64,10 +64,14 @@ def tile_masses_group(
         q_offset: a multiple of `tile`, which is one of `stride`.
 
     Returns:
+        Masses, and the greatest share that any one query group puts into the tile, both
         `[num_q_heads, q_tiles, k_tiles]`.
     """
+    per_tile = tile // stride
     weights = group_scores(query, key, q_offset, stride).softmax(-1)
-    return block_sums(weights, tile // stride, tile // stride)
+    # [num_q_heads, q_groups, k_tiles]
+    shares = block_sums(weights, 1, per_tile)
+    return block_sums(shares, per_tile, 1), _tile_peaks(shares, per_tile)
 
 
 def tile_masses_row(
@@ -96,8 +100,7 @@ def tile_masses_row(
     # [num_q_heads, q_len, k_tiles]
     shares = block_sums(torch.where(counted, logits.softmax(-1), 0.0), 1, tile)
     num_counted = block_sums(counted.to(q.dtype)[None], tile, 1).clamp(min=1)
-    peaks = F.pad(shares, (0, 0, 0, -q.shape[1] % tile)).unflatten(1, (-1, tile)).amax(2)
-    return block_sums(shares, tile, 1) / num_counted, peaks
+    return block_sums(shares, tile, 1) / num_counted, _tile_peaks(shares, tile)
 
 
 def select_tiles(
@@ -139,6 +142,12 @@ def select_tiles(
     if peaks is not None and gamma is not None:
         keep = keep | (peaks > gamma)
     return keep & causal
+
+
+def _tile_peaks(shares: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the maximum of `[..., q, k]` over each `rows` rows, the last ones filled up with 0."""
+    whole = F.pad(shares, (0, 0, 0, -shares.shape[-2] % rows))
+    return whole.view(*whole.shape[:-2], -1, rows, whole.shape[-1]).amax(-2)
 
 
 def _wide(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -231,16 +231,13 @@ def test_staging(chunk: int, max_model_len: int, num_staging: int) -> None:
 
 # Layer-major prefill.
 
-HIDDEN_BYTES = 8192
-TOKEN_BYTES = HIDDEN_BYTES + 4096 + 512  # hidden state, keys and values, rotary angles
+TOKEN_BYTES = 8192 + 4096 + 512  # hidden state, keys and values, rotary angles
 
 
 def whole(
     device: FakeDevice, activation_bytes: int = 0, model_len: int = 131072, **options: Any
 ) -> int:
-    return plan_whole_prefill(
-        config(**options), device, LAYOUT, model_len, HIDDEN_BYTES, activation_bytes
-    )
+    return plan_whole_prefill(config(**options), device, model_len, TOKEN_BYTES, activation_bytes)
 
 
 def test_tokens_of_a_layer_major_prefill() -> None:

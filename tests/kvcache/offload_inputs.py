@@ -50,19 +50,30 @@ def tokens_of(layer_id, block_ids, version=0):
 
 
 def chunk_of(
-    block_table, num_history, num_tokens, device_start=None, is_last=True, block_size=BLOCK
+    block_table,
+    num_history,
+    num_tokens,
+    device_start=None,
+    is_last=True,
+    block_size=BLOCK,
+    buffer_start=None,
+    is_first=True,
 ):
     """Return a chunk of prefill, by default one whose history's full blocks are in the host."""
     if device_start is None:
         device_start = num_history // block_size * block_size
-    places = torch.arange(num_tokens, dtype=torch.int32) + (num_history - device_start)
+    if buffer_start is None:
+        buffer_start = device_start
+    places = torch.arange(num_tokens, dtype=torch.int32) + (num_history - buffer_start)
     return Chunk(
         block_table=block_table,
         num_history_tokens=num_history,
         num_tokens=num_tokens,
         device_start=device_start,
+        buffer_start=buffer_start,
         block_size=block_size,
         is_prefill=True,
+        is_first=is_first,
         is_last=is_last,
         continues=True,
         slots=places,

@@ -50,9 +50,10 @@ class Prompt:
         table: its blocks.
         steps: for each step of the engine the lengths of its chunks, which it computes layer-major.
             All tokens of a step are on the device in it, and what came before in host memory.
+        together: whether the buffer has places for what is in host memory.
     """
 
-    def __init__(self, device, table, steps, num_slots=4):
+    def __init__(self, device, table, steps, num_slots=4, together=False):
         self.engine = make_engine(device, num_slots, layout=LAYOUT)
         self.table = table
         num_tokens = sum(map(sum, steps))
@@ -67,16 +68,27 @@ class Prompt:
             device_start = start // BLOCK * BLOCK
             chunks = []
             for i, length in enumerate(lengths):
-                last = i == len(lengths) - 1
-                chunks.append(chunk_of(table, start, length, device_start, last, BLOCK))
+                first, last = i == 0, i == len(lengths) - 1
+                chunks.append(
+                    chunk_of(
+                        table,
+                        start,
+                        length,
+                        device_start,
+                        last,
+                        BLOCK,
+                        0 if together else device_start,
+                        first,
+                    )
+                )
                 start += length
             self.steps.append(chunks)
 
     def run(self, use):
         """Store all chunks in the order of the steps and `use(layer_id, chunk)` each."""
         for chunks in self.steps:
-            self.engine.recent.reserve(chunks[-1].num_device_tokens)
-            if chunks[-1].num_device_tokens > BLOCK:
+            self.engine.begin_step(chunks[-1].num_buffer_tokens)
+            if chunks[-1].num_buffer_tokens > BLOCK:
                 # Of what a step before has left in the buffer nothing may be used.
                 self.engine.recent._buffer.fill_(float("nan"))
             for layer_id in range(NUM_LAYERS):
@@ -219,6 +231,56 @@ def test_reading_twice_gives_the_same(device):
         out = prompt.attend(policy, layer_id, chunk, 1 - layer_id)
         assert torch.equal(policy.keys, prompt.tokens[layer_id, 0, : chunk.context_len])
         assert_close(out, prompt.truth(layer_id, chunk))
+
+    prompt.run(check)
+
+
+@every_step
+@pytest.mark.parametrize(("num_slots", "guess"), [(2, False), (5, False), (5, True)])
+@pytest.mark.parametrize("places", [{1, 3}, {0, 2, 4}], ids=str)
+def test_keys_come_together_and_values_of_selected_blocks(device, steps, num_slots, guess, places):
+    table = TABLES["scattered"]
+    prompt = Prompt(device, table, steps, num_slots, together=True)
+
+    def check(layer_id, chunk):
+        next_layer = 1 - layer_id if chunk.is_last else layer_id
+        source = prompt.source(layer_id, chunk, next_layer if guess else None)
+        num_host = len(chunk.host_blocks)
+        assert source.loads_blocks == (num_host > 0)
+        expected = prompt.tokens[layer_id][:, : chunk.context_len]
+        assert torch.equal(source.keys(), expected[0])
+        selected = [table[i] for i in sorted(places) if i < len(source.available_blocks)]
+        keys, values = source.load(selected)
+        assert torch.equal(keys, expected[0])
+        blocks = [i // BLOCK for i in range(chunk.context_len)]
+        kept = [i for i, block in enumerate(blocks) if block in places or block >= num_host]
+        assert torch.equal(values[kept], expected[1][kept])
+
+    prompt.run(check)
+    # The keys of a layer cross the bus once a step, however many chunks want them.
+    num_host = [len(chunks[0].host_blocks) for chunks in prompt.steps]
+    num_selected = sum(len([i for i in places if i < count]) for count in num_host)
+    part_bytes = NUM_LAYERS * LAYOUT.layer_block_bytes // 2
+    key_bytes, value_bytes = traffic_of(prompt.engine)
+    assert value_bytes == num_selected * part_bytes
+    if guess:  # wrong ones cost time
+        assert key_bytes >= sum(num_host) * part_bytes
+    else:
+        assert key_bytes == sum(num_host) * part_bytes
+
+
+def traffic_of(engine):
+    traffic = engine.stats.summary()["prefill"]["h2d"]
+    return traffic["key_bytes"], traffic["value_bytes"]
+
+
+def test_a_buffer_without_places_for_host_blocks_is_refused(device):
+    prompt = Prompt(device, TABLES["scattered"], [[64], [5]])
+
+    def check(layer_id, chunk):
+        if chunk.host_blocks:
+            with pytest.raises(ValueError, match="no place"):
+                prompt.source(layer_id, chunk).load([])
 
     prompt.run(check)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tolerances import assert_close
 
 from nanovllm import ConfigError, SparsePolicyType
+from nanovllm.config import Config
 from nanovllm.device import create_device
 from nanovllm.kvcache.attention_batch import PrefillSegment, slot_index
 from nanovllm.kvcache.layout import KVLayout
@@ -16,7 +17,9 @@ from nanovllm.kvcache.resident import ResidentKVCache
 from nanovllm.kvcache.source import ResidentSource
 from nanovllm.kvcache.sparse.full import FullAttentionPolicy
 from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
-from nanovllm.kvcache.sparse.registry import create_policy, parse_policy_type
+from nanovllm.kvcache.sparse.registry import create_policies, parse_policy
+from nanovllm.kvcache.sparse.streaming import StreamingPolicy
+from nanovllm.kvcache.sparse.xattn_bsa import XAttentionBSAPolicy
 from nanovllm.ops import reference
 from nanovllm.ops.backends import resolve_backend
 
@@ -138,13 +141,49 @@ def test_slot_index(blocks, last):
 
 
 def test_policies_are_found_by_name_in_any_case():
-    assert parse_policy_type("full") is parse_policy_type("Full") is SparsePolicyType.FULL
-    assert isinstance(create_policy(SparsePolicyType.FULL), FullAttentionPolicy)
-    with pytest.raises(ConfigError, match="none of FULL"):
-        parse_policy_type("sparse")
+    assert parse_policy("full") is parse_policy("Full") is SparsePolicyType.FULL
+    assert parse_policy("xattn_bsa") is SparsePolicyType.XATTN_BSA
+    for value in ("sparse", 7, FullAttentionPolicy, None):
+        with pytest.raises(ConfigError, match="none of FULL, XATTN_BSA"):
+            parse_policy(value)
 
 
-def test_a_policy_without_a_phase_is_refused(monkeypatch):
-    monkeypatch.setattr(FullAttentionPolicy, "supports_decode", False)
-    with pytest.raises(ConfigError, match="sparse_policy=FULL has no decode phase"):
-        create_policy(SparsePolicyType.FULL)
+def test_policies_are_made_by_the_options():
+    prefill, decode = create_policies(Config(model="demo"))
+    assert prefill is decode
+    assert isinstance(prefill, FullAttentionPolicy)
+    prefill, decode = create_policies(Config(model="demo", sparse_policy="streaming"))
+    assert isinstance(prefill, StreamingPolicy)
+    assert isinstance(decode, FullAttentionPolicy)  # it has no decode
+    own = Chosen({1})
+    prefill, decode = create_policies(Config(model="demo", sparse_policy=own))
+    assert prefill is own
+    assert isinstance(decode, FullAttentionPolicy)
+    xattn, _ = create_policies(
+        Config(
+            model="demo",
+            sparse_policy="XATTN_BSA",
+            sparse_threshold=9,
+            sparse_estimator="row",
+            sparse_stride=32,
+            sparse_guard=0.4,
+            sparse_chunk_size=8192,
+            sparse_vote_threshold=0.5,
+            sparse_dense_layers=2,
+            sparse_min_len=256,
+        )
+    )
+    assert isinstance(xattn, XAttentionBSAPolicy)
+    assert (xattn.threshold, xattn.estimator, xattn.stride, xattn.guard) == (0.9, "row", 32, 0.4)
+    assert (xattn.chunk_size, xattn.vote_threshold) == (8192, 0.5)
+    assert (xattn.dense_layers, xattn.min_len) == (2, 256)
+
+
+def test_a_policy_without_a_phase_is_refused():
+    class DecodeOnly(FullAttentionPolicy):
+        supports_prefill = False
+
+    with pytest.raises(ConfigError, match="sparse_policy: DecodeOnly has no prefill phase"):
+        create_policies(Config(model="demo", sparse_policy=DecodeOnly()))
+    with pytest.raises(ConfigError, match="decode_policy: StreamingPolicy has no decode phase"):
+        create_policies(Config(model="demo", decode_policy="STREAMING"))

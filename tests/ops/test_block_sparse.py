@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from op_inputs import DTYPES, INF, NAN
 from sparse_inputs import (
     HEADS,
+    OFFSETS,
     assert_is_attention,
     check,
     computed_cells,
@@ -51,21 +52,7 @@ def test_dtypes_and_head_dims(dtype, dim):
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize(
-    ("q_len", "k_len", "q_offset", "k_offset"),
-    [
-        (1, 257, 256, 0),  # one row after a history
-        (5, 389, 384, 0),
-        (130, 642, 512, 0),
-        (300, 300, 1024, 1024),  # far from the start of the prompt
-        (200, 328, 384, 256),  # a piece that holds some history and the chunk
-        (130, 256, 512, 128),  # history alone
-        (130, 200, 512, 0),  # history whose last tile is partial
-        (385, 200, 128, 128),  # rows that go on after the last, partial tile of keys
-        (385, 300, 0, 128),  # rows before the piece
-        (256, 300, 0, 512),  # a piece wholly after the queries
-    ],
-)
+@pytest.mark.parametrize(("q_len", "k_len", "q_offset", "k_offset"), OFFSETS)
 def test_offsets(heads, q_len, k_len, q_offset, k_offset):
     piece = make_piece(q_len, k_len, heads)
     for share in (0.5, 1.0):

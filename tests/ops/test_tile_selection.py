@@ -1,14 +1,16 @@
-"""Estimates in the reference, and selection of tiles in reference and op, against loops."""
+"""Estimates in the reference, and selection of tiles in all of its forms, against loops."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_inputs import CPU, DEVICE, INF, randn
+from op_inputs import CPU, DEVICE, INF, NAN, randn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.ops import xattn_reference as reference
+from nanovllm.ops.kernels import tile_selection as kernels
+from nanovllm.ops.tile_selection import select_tiles
 from nanovllm.ops.xattn import find_blocks_chunked
 
 THRESHOLDS = [0.0, 0.5, 0.9, 1.0]
@@ -27,14 +29,17 @@ def test_reference_by_loops():
     q, k = (x.double() for x in make_qk(q_len, k_len, dim=dim))
     num_groups, q_tiles, k_tiles = 4, 2, 3
     scores = reference.group_scores(q, k, offset, stride)
-    masses = reference.tile_masses_group(q, k, offset, stride, tile)
+    masses, group_peaks = reference.tile_masses_group(q, k, offset, stride, tile)
     row_masses, peaks = reference.tile_masses_row(q, k, offset, stride, tile)
     assert scores.shape == (4, num_groups, 6)
-    assert masses.shape == row_masses.shape == peaks.shape == (4, q_tiles, k_tiles)
+    for x in (masses, group_peaks, row_masses, peaks):
+        assert x.shape == (4, q_tiles, k_tiles)
     for head in range(4):
         rows = {offset + i: q[head, i] for i in range(q_len)}
         keys = dict(enumerate(k[head // 2]))
-        mass, row_mass, peak = (torch.zeros(q_tiles, k_tiles).double() for _ in range(3))
+        mass, group_peak, row_mass, peak = (
+            torch.zeros(q_tiles, k_tiles).double() for _ in range(4)
+        )
         for group in range(num_groups):
             a = offset // stride + group
             exponentials = {}
@@ -45,8 +50,12 @@ def test_reference_by_loops():
                 torch.testing.assert_close(scores[head, group, b], score)
                 exponentials[b] = score.exp()
             assert (scores[head, group, a + 1 :] == -INF).all()
+            shares = torch.zeros(k_tiles).double()
             for b, x in exponentials.items():
-                mass[group * stride // tile, b * stride // tile] += x / sum(exponentials.values())
+                shares[b * stride // tile] += x / sum(exponentials.values())
+            t = group * stride // tile
+            mass[t] += shares
+            group_peak[t] = torch.maximum(group_peak[t], shares)
         for i, row in rows.items():
             sampled = [j for j in keys if j <= i and j % stride == stride - 1 - i % stride]
             shares = torch.zeros(k_tiles).double()
@@ -58,6 +67,7 @@ def test_reference_by_loops():
             row_mass[t] += shares / min(tile, q_len - t * tile)
             peak[t] = torch.maximum(peak[t], shares)
         torch.testing.assert_close(masses[head], mass)
+        torch.testing.assert_close(group_peaks[head], group_peak)
         torch.testing.assert_close(row_masses[head], row_mass)
         torch.testing.assert_close(peaks[head], peak)
 
@@ -65,7 +75,7 @@ def test_reference_by_loops():
 def test_both_estimators_with_every_key_are_attention():
     """Groups of one token: the mass is that of dense attention."""
     q, k = (x.double() for x in make_qk(150, 278))
-    group = reference.tile_masses_group(q, k, 128, 1)
+    group, group_peaks = reference.tile_masses_group(q, k, 128, 1)
     logits = q @ k.repeat_interleave(2, 0).mT / 8
     weights = logits.masked_fill(torch.ones(150, 278).triu(129).bool(), -INF).softmax(-1)
     padded = torch.zeros(4, 256, 384).double()
@@ -74,6 +84,7 @@ def test_both_estimators_with_every_key_are_attention():
     masses, peaks = reference.tile_masses_row(q, k, 128, 1)
     torch.testing.assert_close(masses * torch.tensor([[128.0], [22.0]]), group)
     torch.testing.assert_close(peaks, padded.view(4, 2, 128, 3, 128).sum(4).amax(2))
+    torch.testing.assert_close(group_peaks, peaks)
 
 
 def test_rows_that_see_no_sampled_key_count_nothing():
@@ -139,6 +150,7 @@ def test_op_and_reference_equal_the_loop(masses, data):
     ours = find_blocks_chunked(masses[None], first, given_threshold, None, False)
     assert ours.dtype == torch.bool
     assert torch.equal(ours[0], truth)
+    assert torch.equal(select_tiles(masses, given_threshold, first), truth)
     if same:
         scalar = torch.tensor(thresholds[0])
         assert torch.equal(find_blocks_chunked(masses[None], first, scalar, None, False)[0], truth)
@@ -165,6 +177,68 @@ def test_masses_as_they_come():
             ours = find_blocks_chunked(rounded, 10, threshold, None, False)
             for mask, mass in zip(ours, rounded, strict=True):
                 assert torch.equal(mask, reference.select_tiles(mass, threshold, 10))
+
+
+# The kernel. One launch checks many thresholds, each with a head of its own.
+
+KERNEL_THRESHOLDS = torch.tensor([0.0, 0.3, 0.5, 0.9, 1.0, 1.5])
+
+
+def assert_kernel_selects(masses, first, peaks=None, gamma=None):
+    """Masses of one head, `[q_tiles, k_tiles]`, of which every sum is exact."""
+    heads = masses.expand(len(KERNEL_THRESHOLDS), -1, -1)  # strides of any kind
+    truth = reference.select_tiles(heads, KERNEL_THRESHOLDS, first)
+    guard = () if peaks is None else (peaks.expand(heads.shape), gamma)
+    if guard:
+        truth = reference.select_tiles(heads, KERNEL_THRESHOLDS, first, *guard)
+        guard = guard[0].to(DEVICE), gamma
+    ours = kernels.select_tiles(heads.to(DEVICE), KERNEL_THRESHOLDS.to(DEVICE), first, *guard)
+    assert ours.dtype == torch.bool
+    assert torch.equal(ours.cpu(), truth)
+
+
+@pytest.mark.parametrize(("first", "columns"), [(0, 1), (0, 7), (3, 7), (9, 5), (30, 33)])
+def test_kernel_equals_the_reference(first, columns):
+    """Only zeros, many ties and few; diagonals inside the keys and beyond them."""
+    generator = torch.Generator().manual_seed(columns)
+    values = torch.tensor([1, 2, 4, 1000])[:, None]
+    masses = (torch.rand(4, columns, generator=generator) * values).floor()
+    assert_kernel_selects(masses, first)
+
+
+def test_kernel_with_guard_and_poison():
+    """What lies above the diagonal is never seen, neither as mass nor as peak."""
+    generator = torch.Generator().manual_seed(0)
+    masses = torch.randint(0, 9, (3, 12), generator=generator).float()
+    peaks = torch.rand(3, 12, generator=generator)
+    assert_kernel_selects(masses, 8, peaks, 0.7)
+    hidden = torch.arange(12) > 8 + torch.arange(3)[:, None]
+    truth = kernels.select_tiles(masses[None].to(DEVICE), 0.5, 8, peaks[None].to(DEVICE), 0.7)
+    masses, peaks = (x.masked_fill(hidden, NAN)[None].to(DEVICE) for x in (masses, peaks))
+    assert torch.equal(kernels.select_tiles(masses, 0.5, 8, peaks, 0.7), truth)
+
+
+def test_kernel_on_masses_as_they_come():
+    """Shares of any size down to the least, in a row wider than a power of two."""
+    masses = (9 * randn(1, 4, 150, device=CPU)).softmax(-1)
+    masses[0, 2] *= 1e-36
+    for threshold in (0.3, 0.9, 0.999):
+        truth = find_blocks_chunked(masses[None], 140, threshold, None, False)[0]
+        assert 0.005 < truth.float().mean() < 0.9
+        assert torch.equal(kernels.select_tiles(masses.to(DEVICE), threshold, 140).cpu(), truth)
+
+
+def test_kernel_adds_up_what_fp32_would_lose():
+    """Beside a mass of 1, 64 that each vanish when added to it alone; in rows of two widths."""
+    masses = torch.full((1, 1, 66), 2.0**-25)
+    masses[..., 0], masses[..., 65] = 1, 0
+    threshold = 1 - 2.0**-20
+    truth = find_blocks_chunked(masses[None], 65, threshold, None, False)[0]
+    assert truth.sum() == 32, "30 bring the sum to 1 + 2**-20, which is enough, by rounding"
+    wide = torch.cat([masses, torch.ones(1, 1, 70)], -1)
+    for x in (masses, wide):
+        ours = kernels.select_tiles(x.to(DEVICE), threshold, 65)[..., :66]
+        assert torch.equal(ours.cpu(), truth)
 
 
 @pytest.mark.parametrize("threshold", [1.0, 1.5])
@@ -202,11 +276,16 @@ def test_share_met_exactly_needs_no_further_tile():
     assert find_blocks_chunked(masses[None], 3, 0.5, None, False).sum() == 2
 
 
-def test_guard_keeps_tiles_with_a_peak():
-    masses = torch.tensor([[[5.0, 1.0, 1.0, 5.0, 0.0]]])
-    peaks = torch.tensor([[[0.0, 0.2, 0.3, 0.0, 1.0]]])
-    plain = reference.select_tiles(masses, 0.5, 3)
-    guarded = reference.select_tiles(masses, 0.5, 3, peaks, 0.2)
+@pytest.mark.parametrize(
+    ("select", "device"),
+    [(reference.select_tiles, CPU), (select_tiles, DEVICE), (kernels.select_tiles, DEVICE)],
+    ids=["reference", "op", "kernel"],
+)
+def test_guard_keeps_tiles_with_a_peak(select, device):
+    masses = torch.tensor([[[5.0, 1.0, 1.0, 5.0, 0.0]]], device=device)
+    peaks = torch.tensor([[[0.0, 0.2, 0.3, 0.0, 1.0]]], device=device)
+    plain = select(masses, 0.5, 3)
+    guarded = select(masses, 0.5, 3, peaks, 0.2)
     assert plain[0, 0].tolist() == [True, False, False, True, False]
     assert guarded[0, 0].tolist() == [True, False, True, True, False]
 
@@ -245,6 +324,22 @@ def test_what_does_not_fit_is_refused():
             find_blocks_chunked(masses, 0, threshold, count, False)
 
 
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ((torch.ones(1, 2, 2).half(), 0.5, 0), "masses of shape .*float16"),
+        ((torch.ones(1, 2, 3).mT, 0.5, 0), "contiguous in the last axis"),
+        ((torch.ones(1, 2, 2), torch.ones(2), 0), r"threshold of shape \[2\] for 1 heads"),
+        ((torch.ones(1, 2, 2), 0.5, 0, torch.ones(1, 2, 3), 0.1), r"peaks of shape \[1, 2, 3\]"),
+        ((torch.ones(1, 2, 2), 0.5, 0, torch.ones(1, 2, 2)), "without the other"),
+        ((torch.ones(1, 2, 2), 0.5, 0, None, 0.1), "without the other"),
+    ],
+)
+def test_selection_refuses(args, reason):
+    with pytest.raises(ValueError, match=reason):
+        select_tiles(*args)
+
+
 class NoSync(TorchDispatchMode):
     """Refuses the operations that make the host wait for values."""
 
@@ -265,6 +360,7 @@ def test_host_does_not_wait(threshold):
     with NoSync():
         find_blocks_chunked(masses, 2, threshold, None, False)
         find_blocks_chunked(masses, 2, None, 2, False)
+        select_tiles(masses[0], threshold, 2, masses[0], 0.5)
     for wait in (lambda: masses.sum().item(), lambda: masses.nonzero(), lambda: bool(masses.any())):
         with NoSync(), pytest.raises(RuntimeError, match="synchronises"):
             wait()

@@ -229,7 +229,7 @@ def check_three_stages(ops, data):
 def true_masses(query, key, q_offset, stride, block=128):
     pairs = zip(query.double(), key.double(), strict=True)
     return torch.stack(
-        [reference.tile_masses_group(q, k, q_offset, stride, block) for q, k in pairs]
+        [reference.tile_masses_group(q, k, q_offset, stride, block)[0] for q, k in pairs]
     )
 
 
@@ -294,7 +294,7 @@ def test_wrong_estimates_are_seen():
     """Control: each of the known mistakes of ports is far beyond rounding, and moves tiles."""
     query, key = (x[0].double() for x in make_qk(300, 556))
     query = query * 4
-    truth = reference.tile_masses_group(query, key, 256, 8)
+    truth, _ = reference.tile_masses_group(query, key, 256, 8)
     assert truth.shape == (4, 3, 5)
 
     def masses_of(scores):
@@ -309,11 +309,11 @@ def test_wrong_estimates_are_seen():
     averaged = query.view(2, 2, 300, 64).mean(1)
     wrongs = {
         "right": masses_of(full.masked_fill(torch.arange(70) > group, -INF)),
-        "diagonal": reference.tile_masses_group(reversed_groups(query), key, 256, 8),
+        "diagonal": reference.tile_masses_group(reversed_groups(query), key, 256, 8)[0],
         "scale without 1 / stride": masses_of(8 * reference.group_scores(query, key, 256, 8)),
-        "average over the GQA group": reference.tile_masses_group(
-            averaged, key, 256, 8
-        ).repeat_interleave(2, 0),
+        "average over the GQA group": reference.tile_masses_group(averaged, key, 256, 8)[
+            0
+        ].repeat_interleave(2, 0),
         "one group too few": masses_of(full.masked_fill(torch.arange(70) >= group, -INF)),
         "one group too many": masses_of(full.masked_fill(torch.arange(70) > group + 1, -INF)),
         "causality of the chunk": masses_of(full.masked_fill(torch.arange(70) > group - 32, -INF)),

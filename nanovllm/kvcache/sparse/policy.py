@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -11,7 +12,7 @@ from nanovllm.kvcache.attention_batch import DecodeBatch
 from nanovllm.kvcache.resident import LayerKV
 from nanovllm.kvcache.source import KVPiece, KVSource
 from nanovllm.ops.attention import flash_attn_with_lse, merge_attention_outputs
-from nanovllm.ops.backends import AttentionBackend
+from nanovllm.ops.backends import AttentionBackend, TileBackend
 from nanovllm.ops.paged_attention import decode_attention_with_lse
 
 
@@ -29,6 +30,8 @@ class PolicyContext:
     softmax_scale: float
     backend: AttentionBackend
     """Dense attention kernel."""
+    tile_backend: TileBackend | None = None
+    """Tile-sparse attention kernel, for policies that `works_on_tiles`."""
     is_prefill: bool = True
     """False if the chunk is one token that was generated."""
 
@@ -42,8 +45,16 @@ class SparsePolicy(ABC):
     host memory. A policy holds no tensors of a sequence between calls.
     """
 
-    supports_prefill: bool
-    supports_decode: bool
+    supports_prefill: ClassVar[bool]
+    supports_decode: ClassVar[bool]
+    works_on_tiles: ClassVar[bool] = False
+    """Whether a prefill is to have a layer's whole context together on the device, and chunks that
+    end where a tile of the attention mask does, unless the prompt ends there."""
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        """Make the policy that the options, a `nanovllm.config.Config`, ask for."""
+        return cls()
 
     @abstractmethod
     def select_blocks(
@@ -96,6 +107,13 @@ class SparsePolicy(ABC):
             `[num_seqs, num_q_heads, head_dim]` of the query's dtype. Does not synchronise.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode phase")
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was selected since the last reset; empty if that is not counted."""
+        return {}
+
+    def reset_stats(self) -> None:  # noqa: B027  a policy that counts nothing has nothing to do
+        """Count anew."""
 
 
 def attend_to_pieces(pieces: Iterable[KVPiece], ctx: PolicyContext) -> torch.Tensor:

@@ -1,8 +1,11 @@
-"""What an attention backend is."""
+"""What an attention backend is, dense or tile-sparse."""
 
 from abc import ABC, abstractmethod
 
 import torch
+
+TILE = 128
+"""Tokens along either side of a tile of the attention mask."""
 
 
 class AttentionBackend(ABC):
@@ -35,6 +38,41 @@ class AttentionBackend(ABC):
 
         Returns:
             Output like `query`, and the LSE, fp32 `[batch, num_q_heads, q_len]`.
+        """
+
+
+class TileBackend(ABC):
+    """Causal attention inside chosen tiles, with log-sum-exp, by one kernel library."""
+
+    name: str
+
+    @abstractmethod
+    def reasons_against(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+        """Return why this backend cannot run such attention here; empty if it can."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tiles: torch.Tensor,
+        diagonal: int,
+        softmax_scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend inside the kept tiles: what `ops.block_sparse` promises, of inputs it has checked.
+
+        Args:
+            query: `[q_len, num_q_heads, head_dim]`, at least one row.
+            key, value: `[k_len, num_kv_heads, head_dim]`, at least one row.
+            tiles: bool `[num_q_heads, num_q_tiles, num_k_tiles]`. Those wholly after their queries
+                count as not kept.
+            diagonal: key tile `i + diagonal` holds the very tokens of query tile i, so that inside
+                it keys after a query are hidden. It may be negative, and such a tile may not exist.
+            softmax_scale: factor of the logits.
+
+        Returns:
+            Output like `query`, contiguous, and the LSE, fp32 `[num_q_heads, q_len]`.
         """
 
 

@@ -2,21 +2,19 @@
 
 import torch
 
-TILE = 128
-"""Tokens along either side of a tile of the attention mask."""
+from nanovllm.ops.backends.base import TILE, TileBackend
 
 # Keys and values gathered for one call of the kernel: more would not stay in cache, less would
 # make calls so short that the start of their threads shows.
 _GATHERED_BYTES = 8 << 20
 
 
-class TorchBlockSparse:
+class TorchBlockSparse(TileBackend):
     """PyTorch's CPU flash kernel over the gathered keys and values of the kept tiles."""
 
     name = "torch"
 
     def reasons_against(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-        """Return why this backend cannot run such attention here; empty if it can."""
         reasons = [] if device.type == "cpu" else [f"needs a CPU, not {device.type}"]
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             reasons.append(f"needs float32, float16 or bfloat16, not {dtype}")
@@ -31,13 +29,6 @@ class TorchBlockSparse:
         diagonal: int,
         softmax_scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend inside the kept tiles. Shapes and results as in `ops.block_sparse`.
-
-        Args:
-            tiles: none of them lies wholly after its queries.
-            diagonal: key tile `i + diagonal` holds the very tokens of query tile i, so that inside
-                it keys after a query are hidden. Such a tile may not exist.
-        """
         q_len, num_q_heads, head_dim = query.shape
         k_len, num_kv_heads, _ = key.shape
         _, num_q_tiles, num_k_tiles = tiles.shape
@@ -56,6 +47,7 @@ class TorchBlockSparse:
         # Query tiles that see equally many keys run as one batch, apart from those whose last tile
         # is the diagonal: only these bear the cost of a mask. Every operation starts threads anew,
         # which is slow on a busy machine, so a batch is one gather and one call.
+        tiles = tiles.tril(diagonal)
         kept = tiles.flatten(0, 1)
         num_keys = kept.sum(-1) * TILE - kept[:, -1:].sum(-1) * (num_k_tiles * TILE - k_len)
         sizes, order = (2 * num_keys + _holds_diagonal(tiles, diagonal)).sort(stable=True)

@@ -1,0 +1,117 @@
+"""XAttention: the tiles that hold most of an estimated attention mass."""
+
+from typing import Any, Self
+
+import torch
+
+from nanovllm.kvcache.source import KVSource
+from nanovllm.kvcache.sparse.policy import PolicyContext
+from nanovllm.kvcache.sparse.tile_policy import TilePolicy
+from nanovllm.ops.block_sparse import TILE, causal_tiles
+from nanovllm.ops.tile_estimate import estimate_tiles
+from nanovllm.ops.tile_selection import select_tiles
+
+
+class XAttentionBSAPolicy(TilePolicy):
+    """Estimates each tile's attention mass and keeps the heaviest tiles (Xu et al., 2025).
+
+    Args:
+        threshold: share of a query tile's mass that its kept tiles hold, or a tensor
+            `[num_layers, num_q_heads]` of shares; from 1 on attention is dense.
+        stride: every which key the estimate samples.
+        chunk_size: queries that are estimated at a time, a multiple of `TILE`; bounds memory.
+        estimator: `"group"`, XAttention's antidiagonal sums, or `"row"`, a softmax for each row.
+        guard: keep also tiles into which some row puts more than this share of its mass.
+        vote_threshold: drop blocks of the history that no more than this share of (KV head, query
+            tile) pairs want, but for the first and last; 0 drops none. The only part of the choice
+            that depends on how the prompt is cut into chunks.
+        dense_layers: layers, from the first on, that attend densely.
+        min_len: queries at positions before this attend densely; rounded up to tiles.
+    """
+
+    log_name = "XAttn"
+
+    def __init__(
+        self,
+        threshold: float | torch.Tensor = 0.95,
+        stride: int = 8,
+        chunk_size: int = 4096,
+        *,
+        estimator: str = "group",
+        guard: float | None = None,
+        vote_threshold: float = 0.0,
+        dense_layers: int = 0,
+        min_len: int = 0,
+    ) -> None:
+        super().__init__()
+        self.threshold = threshold
+        self.stride = stride
+        self.chunk_size = chunk_size
+        self.estimator = estimator
+        self.guard = guard
+        self.vote_threshold = vote_threshold
+        self.dense_layers = dense_layers
+        self.min_len = min_len
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        return cls(
+            threshold=config.sparse_threshold,
+            stride=config.sparse_stride,
+            chunk_size=config.sparse_chunk_size,
+            estimator=config.sparse_estimator,
+            guard=config.sparse_guard,
+            vote_threshold=config.sparse_vote_threshold,
+            dense_layers=config.sparse_dense_layers,
+            min_len=config.sparse_min_len,
+        )
+
+    def select_tiles(self, source: KVSource, ctx: PolicyContext) -> torch.Tensor | None:
+        q_len, q_offset = len(ctx.query), ctx.num_history_tokens
+        # Of the chunk's query tiles, those whose tokens come before `min_len`.
+        num_dense = max(0, -(-self.min_len // TILE) - q_offset // TILE)
+        if ctx.layer_id < self.dense_layers or num_dense * TILE >= q_len:
+            return None
+        first = num_dense * TILE
+        keys = source.keys()
+        masses, peaks = estimate_tiles(
+            ctx.query[first:],
+            keys,
+            q_offset + first,
+            self.estimator,
+            self.stride,
+            ctx.softmax_scale,
+            with_peaks=self.guard is not None,
+            chunk_size=self.chunk_size,
+        )
+        threshold = self._threshold(ctx)
+        tiles = select_tiles(masses, threshold, (q_offset + first) // TILE, peaks, self.guard)
+        if num_dense:
+            dense = causal_tiles(first, len(keys), q_offset, 0, tiles.device)
+            tiles = torch.cat([dense.expand(len(tiles), -1, -1), tiles], 1)
+        if self.vote_threshold > 0:
+            tiles = self._drop_outvoted(tiles, keys.shape[1], ctx)
+        return tiles
+
+    def _threshold(self, ctx: PolicyContext) -> float | torch.Tensor:
+        if not isinstance(self.threshold, torch.Tensor):
+            return self.threshold
+        # Kept on the device, so that no layer has to copy it there.
+        self.threshold = self.threshold.to(ctx.query.device)
+        return self.threshold[ctx.layer_id]
+
+    def _drop_outvoted(
+        self, tiles: torch.Tensor, num_kv_heads: int, ctx: PolicyContext
+    ) -> torch.Tensor:
+        """Drop the tiles of history blocks that too few (KV head, query tile) pairs want."""
+        num_blocks, per_block = ctx.num_history_tokens // ctx.block_size, ctx.block_size // TILE
+        if not num_blocks:
+            return tiles
+        history = tiles[..., : num_blocks * per_block]
+        # A query head's wish is its KV head's. [num_kv_heads, num_q_tiles, num_blocks]
+        wants = history.unflatten(2, (num_blocks, per_block)).any(3)
+        wants = wants.unflatten(0, (num_kv_heads, -1)).any(1)
+        stays = wants.float().mean((0, 1)) > self.vote_threshold
+        stays[0] = stays[-1] = True
+        history &= stays.repeat_interleave(per_block)
+        return tiles

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from nanovllm import XATTN_BSA, LLM, BackendUnavailableError, CapacityError, ConfigError
+from nanovllm import LLM, XATTN_BSA, BackendUnavailableError, CapacityError, ConfigError
 from nanovllm.eval.haystack import sentences
 from nanovllm.eval.needle import (
     DEFAULT_VALUE,

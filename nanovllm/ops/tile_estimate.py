@@ -36,10 +36,14 @@ class TileShares(NamedTuple):
     """
 
     shares: torch.Tensor
-    """`[num_q_heads, rows, blocks, tiles_per_block]`, fp16 on CUDA and fp32 on CPU: each tile's
-    share of its block; 0 where the row sees nothing of the tile, and after the last tile."""
+    """`[num_q_heads, rows, blocks, tiles_per_block]`, fp32 or, on CUDA, a half type: each tile's
+    sum of exponentials, over `2 ** base`; 0 where the row sees nothing of the tile, and
+    after the last tile."""
+    base: torch.Tensor
+    """fp32 `[num_q_heads, rows, blocks]`; may be expanded along the blocks."""
     lse: torch.Tensor
-    """fp32 `[num_q_heads, rows, blocks]`, to base 2; `-inf` where the row sees nothing."""
+    """`[num_q_heads, rows]`: each row's LSE over the piece, to base 2; `-inf` where it sees
+    nothing. fp32 on CUDA, fp64 on CPU."""
     k_offset: int
     """Absolute position of the piece's first key."""
     num_tiles: int
@@ -120,7 +124,7 @@ def tile_shares(
     stride: int,
     softmax_scale: float | None = None,
 ) -> TileShares:
-    """Stage 1: return the tile shares and LSEs of one piece of the keys.
+    """Stage 1: return the tile shares and the LSEs of one piece of the keys.
 
     Arguments, errors and synchronisation as of `estimate_tiles`, and
 
@@ -176,7 +180,7 @@ def empty_masses(
     pieces: Sequence[TileShares], row_tokens: int, with_peaks: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return masses of 0 for all tiles of the pieces, and peaks of 0 or None."""
-    num_heads, rows = pieces[0].lse.shape[:2]
+    num_heads, rows = pieces[0].lse.shape
     k_tiles = max(piece.k_offset // TILE + piece.num_tiles for piece in pieces)
     shape = num_heads, _tiles(rows * row_tokens), k_tiles
     masses = torch.zeros(shape, dtype=torch.float32, device=pieces[0].lse.device)
@@ -227,12 +231,9 @@ def _torch_tile_shares(
             lse[:, :, piece, :, :, block] = block_lse.permute(0, 2, 3, 1)
     row_tokens = stride // residues
     mine = slice(front // row_tokens, -(-(front + q_len) // row_tokens))
-    return TileShares(
-        shares.view(num_heads, -1, num_blocks, tiles)[:, mine],
-        lse.view(num_heads, -1, num_blocks)[:, mine],
-        k_offset,
-        _tiles(len(key)),
-    )
+    lse = lse.view(num_heads, -1, num_blocks)[:, mine]
+    shares = shares.view(num_heads, -1, num_blocks, tiles)[:, mine]
+    return TileShares(shares, lse, _row_lse(lse), k_offset, _tiles(len(key)))
 
 
 def _query_rows(
@@ -291,12 +292,12 @@ def _torch_merge(
     row_tokens = stride if estimator == "group" else 1
     tile_rows = TILE // row_tokens
     masses, peaks = empty_masses(pieces, row_tokens, with_peaks)
-    total = reduce(torch.logaddexp2, [_row_lse(piece.lse) for piece in pieces])
+    total = reduce(torch.logaddexp2, [piece.lse for piece in pieces])
     shift = total.masked_fill(total == float("-inf"), 0.0)
     num_counted = F.pad((total > float("-inf")).float(), (0, -total.shape[1] % tile_rows))
     num_counted = num_counted.unflatten(1, (-1, tile_rows)).sum(-1, keepdim=True).clamp(min=1)
     for piece in pieces:
-        weights = (piece.lse - shift[..., None]).exp2().float()
+        weights = (piece.base - shift[..., None]).exp2().float()
         # [num_q_heads, rows, tiles]
         parts = (piece.shares * weights[..., None]).flatten(2)
         parts = F.pad(parts[..., : piece.num_tiles], (0, 0, 0, -parts.shape[1] % tile_rows))

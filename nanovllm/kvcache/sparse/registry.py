@@ -41,8 +41,11 @@ def parse_policy(value: object, option: str = "sparse_policy") -> "SparsePolicyT
 def create_policies(config: Any) -> tuple["SparsePolicy", "SparsePolicy"]:
     """Import and make the policies of prefill and of decode.
 
-    One that serves both phases is made once. `config` is a `nanovllm.config.Config`. Without a `decode_policy`, decode is dense where
+    One that serves both phases is made once. Without a `decode_policy`, decode is dense where
     `sparse_policy` does not serve it.
+
+    Args:
+        config: a `nanovllm.config.Config`.
 
     Raises:
         ConfigError: a policy lacks the phase that it is chosen for.

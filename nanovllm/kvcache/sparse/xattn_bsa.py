@@ -84,8 +84,7 @@ class XAttentionBSAPolicy(TilePolicy):
             with_peaks=self.guard is not None,
             chunk_size=self.chunk_size,
         )
-        threshold = self._threshold(ctx)
-        tiles = select_tiles(masses, threshold, (q_offset + first) // TILE, peaks, self.guard)
+        tiles = self.keep(masses, peaks, (q_offset + first) // TILE, ctx.layer_id)
         if num_dense:
             dense = causal_tiles(first, len(keys), q_offset, 0, tiles.device)
             tiles = torch.cat([dense.expand(len(tiles), -1, -1), tiles], 1)
@@ -93,12 +92,19 @@ class XAttentionBSAPolicy(TilePolicy):
             tiles = self._drop_outvoted(tiles, keys.shape[1], ctx)
         return tiles
 
-    def _threshold(self, ctx: PolicyContext) -> float | torch.Tensor:
-        if not isinstance(self.threshold, torch.Tensor):
-            return self.threshold
-        # Kept on the device, so that no layer has to copy it there.
-        self.threshold = self.threshold.to(ctx.query.device)
-        return self.threshold[ctx.layer_id]
+    def keep(
+        self, masses: torch.Tensor, peaks: torch.Tensor | None, q_tile0: int, layer_id: int
+    ) -> torch.Tensor:
+        """Return which tiles a layer keeps by their masses and, if guarded, their peaks.
+
+        Arguments and result as of `ops.tile_selection.select_tiles`.
+        """
+        threshold = self.threshold
+        if isinstance(threshold, torch.Tensor):
+            # Kept on the device, so that no layer has to copy it there.
+            self.threshold = threshold = threshold.to(masses.device)
+            threshold = threshold[layer_id]
+        return select_tiles(masses, threshold, q_tile0, peaks, self.guard)
 
     def _drop_outvoted(
         self, tiles: torch.Tensor, num_kv_heads: int, ctx: PolicyContext

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.ops.kernels.tile_merge import row_lse
 from nanovllm.ops.tile_estimate import TileShares, score_scale
 from nanovllm.ops.xattn_reference import TILE
 
@@ -125,32 +126,14 @@ def _group_kernel(
 
 
 @triton.jit
-def _row_block(
-    q,
-    k_desc,
-    kv_head,
-    phase,
-    block,
-    limit,
-    scale,
-    shares_at,
-    lse_at,
-    exists,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+def _tile_sums(
+    scores, scale, reference, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr
 ):
-    k = k_desc.load([kv_head, phase, 0, block * TILES, 0]).reshape(KEYS, DIM_PAD)
-    scores = tl.dot(q, k.T, input_precision=PRECISION)
-    if IS_MASKED:
-        scores = _hide(scores, block, limit, KEYS, TILES)
-    shares, lse = _reduce_block(scores, scale, ROWS, KEYS, TILES)
-    tl.store(lse_at + block, lse, mask=exists)
-    to = shares_at[:, None] + (block * TILES + tl.arange(0, TILES))[None, :]
-    tl.store(to, shares.to(tl.float16), mask=exists[:, None])
+    """Return each tile's sum of `2 ** (scale * score - reference)`, `[ROWS, TILES]`."""
+    weights = tl.exp2(tl.fma(scores, scale, -reference[:, None]))
+    sums = tl.sum(tl.reshape(weights, (ROWS, KEYS // TILES, TILES)), 1)
+    # A sum that overflows outweighs all others, and makes no NaN when it is divided.
+    return tl.minimum(sums, 1e30, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -158,6 +141,7 @@ def _row_kernel(
     q_ptr,
     k_desc,
     shares_ptr,
+    base_ptr,
     lse_ptr,
     scale,
     q_len,
@@ -200,19 +184,33 @@ def _row_kernel(
     last_group = tl.minimum((first_row + ROWS - 1) // GROUP, (q_len - 1) // STRIDE)
     num_whole = tl.maximum(first_limit, 0) // KEYS
     num_seen = tl.minimum(tl.cdiv(tl.maximum(ahead + last_group + 1, 0), KEYS), num_blocks)
-    at = (head * q_len + token) * num_blocks
-    shares_at = shares_ptr + at * TILES
-    lse_at = lse_ptr + at
-    for block in tl.range(0, num_whole, num_stages=STAGES):
-        _row_block(
-            q, k_desc, kv_head, phase, block, limit, scale, shares_at, lse_at, exists,
-            ROWS, KEYS, DIM_PAD, TILES, PRECISION, False,
-        )  # fmt: skip
-    for block in tl.range(num_whole, num_seen, num_stages=1):
-        _row_block(
-            q, k_desc, kv_head, phase, block, limit, scale, shares_at, lse_at, exists,
-            ROWS, KEYS, DIM_PAD, TILES, PRECISION, True,
-        )  # fmt: skip
+    row_at = head * q_len + token
+    to = shares_ptr + (row_at * num_blocks * TILES)[:, None] + tl.arange(0, TILES)[None, :]
+
+    # All sums of a row refer to its greatest score in the first block, which holds the sink. That
+    # costs no look at the other blocks first, and no rescaling: bfloat16 reaches from 2**-126 to
+    # 2**127, and scores so far below a greater one weigh nothing.
+    k = k_desc.load([kv_head, phase, 0, 0, 0]).reshape(KEYS, DIM_PAD)
+    scores = _hide(tl.dot(q, k.T, input_precision=PRECISION), 0, limit, KEYS, TILES)
+    reference = tl.max(scores, 1) * scale
+    reference = tl.where(reference == float("-inf"), 0.0, reference)
+    sums = _tile_sums(scores, scale, reference, ROWS, KEYS, TILES)
+    tl.store(to, sums.to(shares_ptr.dtype.element_ty), mask=exists[:, None])
+    totals = sums
+    for block in tl.range(1, num_whole, num_stages=STAGES):
+        k = k_desc.load([kv_head, phase, 0, block * TILES, 0]).reshape(KEYS, DIM_PAD)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        sums = _tile_sums(scores, scale, reference, ROWS, KEYS, TILES)
+        tl.store(to + block * TILES, sums.to(shares_ptr.dtype.element_ty), mask=exists[:, None])
+        totals += sums
+    for block in tl.range(tl.maximum(num_whole, 1), num_seen, num_stages=1):
+        k = k_desc.load([kv_head, phase, 0, block * TILES, 0]).reshape(KEYS, DIM_PAD)
+        scores = _hide(tl.dot(q, k.T, input_precision=PRECISION), block, limit, KEYS, TILES)
+        sums = _tile_sums(scores, scale, reference, ROWS, KEYS, TILES)
+        tl.store(to + block * TILES, sums.to(shares_ptr.dtype.element_ty), mask=exists[:, None])
+        totals += sums
+    tl.store(base_ptr + row_at, reference, mask=exists)
+    tl.store(lse_ptr + row_at, reference + tl.log2(tl.sum(totals, 1)), mask=exists)
 
 
 def tile_shares(
@@ -233,14 +231,24 @@ def tile_shares(
     q_len, num_heads, _ = query.shape
     rows = q_len if estimator == "row" else triton.cdiv(q_len, stride)
     num_blocks, tiles = triton.cdiv(len(key), block_tokens), block_tokens // TILE
-    device = query.device
-    shares = torch.empty(num_heads, rows, num_blocks, tiles, dtype=torch.float16, device=device)
-    lse = torch.empty(num_heads, rows, num_blocks, dtype=torch.float32, device=device)
-    launch = _launch_row if estimator == "row" else _launch_group
     ahead = (q_offset - k_offset) // stride
     scale = score_scale(softmax_scale, query.shape[2], estimator, stride)
-    launch(query, key, shares, lse, ahead, stride, scale, tuning)
-    return TileShares(shares, lse, k_offset, triton.cdiv(len(key), TILE))
+    shape, device = (num_heads, rows, num_blocks, tiles), query.device
+    args = ahead, stride, scale, tuning
+    if estimator == "row":
+        # Sums may lie far from the one reference of all blocks: bfloat16 has the range.
+        dtype = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
+        shares = torch.empty(shape, dtype=dtype, device=device)
+        base, lse = torch.empty(2, num_heads, rows, dtype=torch.float32, device=device)
+        _launch_row(query, key, shares, base, lse, *args)
+        base = base[..., None].expand(shape[:3])
+    else:
+        # Relative to their block's LSE they lie in [0, 1], where float16 is finer.
+        shares = torch.empty(shape, dtype=torch.float16, device=device)
+        base = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        _launch_group(query, key, shares, base, *args)
+        lse = row_lse(base, q_offset - k_offset, stride, block_tokens)
+    return TileShares(shares, base, lse, k_offset, triton.cdiv(len(key), TILE))
 
 
 def _launch_group(query, key, shares, lse, ahead, stride, scale, tuning):
@@ -274,7 +282,7 @@ def _launch_group(query, key, shares, lse, ahead, stride, scale, tuning):
     )
 
 
-def _launch_row(query, key, shares, lse, ahead, stride, scale, tuning):
+def _launch_row(query, key, shares, base, lse, ahead, stride, scale, tuning):
     q_len, num_heads, dim = query.shape
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
@@ -284,6 +292,7 @@ def _launch_row(query, key, shares, lse, ahead, stride, scale, tuning):
         query,
         _describe_keys(key, stride, [1, 1, TILE // stride, shares.shape[3], dim_pad]),
         shares,
+        base,
         lse,
         scale,
         q_len,

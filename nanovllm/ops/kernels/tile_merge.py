@@ -54,7 +54,7 @@ def _row_lse_kernel(
 @triton.jit
 def _merge_kernel(
     shares_ptr,
-    lse_ptr,
+    base_ptr,
     total_ptr,
     masses_ptr,
     peaks_ptr,
@@ -63,6 +63,8 @@ def _merge_kernel(
     num_tiles,
     ahead,
     num_segments,
+    base_row_stride,
+    base_block_stride,
     head_stride,
     row_stride,
     ROW_TOKENS: tl.constexpr,
@@ -94,9 +96,10 @@ def _merge_kernel(
             shift = tl.where(total == float("-inf"), 0.0, total)
             seen = exists[:, None] & ((block * block_tokens)[None, :] <= position[:, None])
             seen &= (block < num_blocks)[None, :]
+            base_at = at[:, None] * base_row_stride + block[None, :] * base_block_stride
+            base = tl.load(base_ptr + base_at, mask=seen, other=float("-inf"))
+            weight = tl.exp2(base - shift[:, None])
             at = at[:, None] * num_blocks + block[None, :]
-            lse = tl.load(lse_ptr + at, mask=seen, other=float("-inf"))
-            weight = tl.exp2(lse - shift[:, None])
             at = at[:, :, None] * TILES + tl.arange(0, TILES)[None, None, :]
             shares = tl.load(shares_ptr + at, mask=seen[:, :, None], other=0.0)
             part = shares.to(tl.float32) * weight[:, :, None]
@@ -124,8 +127,7 @@ def merge_tile_shares(
     """See `ops.tile_estimate.merge_tile_shares`."""
     row_tokens = stride if estimator == "group" else 1
     masses, peaks = empty_masses(pieces, row_tokens, with_peaks)
-    totals = [_row_lse(piece, q_offset - piece.k_offset, row_tokens) for piece in pieces]
-    total = reduce(torch.logaddexp2, totals)
+    total = reduce(torch.logaddexp2, [piece.lse for piece in pieces])
     for piece in pieces:
         num_heads, num_rows, num_blocks, tiles = piece.shares.shape
         blocks = max(1, _MERGE_TILES // tiles)
@@ -133,7 +135,7 @@ def merge_tile_shares(
         first = piece.k_offset // TILE
         _merge_kernel[(masses.shape[1] * num_segments, num_heads)](
             piece.shares,
-            piece.lse,
+            piece.base,
             total,
             masses[..., first:],
             masses[..., first:] if peaks is None else peaks[..., first:],
@@ -142,6 +144,7 @@ def merge_tile_shares(
             piece.num_tiles,
             q_offset - piece.k_offset,
             num_segments,
+            *piece.base.stride()[1:],
             *masses.stride()[:2],
             ROW_TOKENS=row_tokens,
             TILE_TOKENS=TILE,
@@ -155,17 +158,26 @@ def merge_tile_shares(
     return masses, peaks
 
 
-def _row_lse(piece: TileShares, ahead: int, row_tokens: int) -> torch.Tensor:
-    num_heads, num_rows, num_blocks, tiles = piece.shares.shape
-    total = torch.empty(num_heads, num_rows, dtype=torch.float32, device=piece.lse.device)
+def row_lse(
+    block_lse: torch.Tensor, ahead: int, row_tokens: int, block_tokens: int
+) -> torch.Tensor:
+    """Return each row's LSE to base 2, fp32 `[heads, rows]`, from those of its blocks of keys.
+
+    Args:
+        block_lse: fp32 `[heads, rows, blocks]`; blocks wholly after a row are not read.
+        ahead: tokens from the first key to the first row.
+        row_tokens, block_tokens: tokens of a row, and of a block.
+    """
+    num_heads, num_rows, num_blocks = block_lse.shape
+    total = torch.empty(num_heads, num_rows, dtype=torch.float32, device=block_lse.device)
     _row_lse_kernel[(triton.cdiv(num_rows, _LSE_ROWS), num_heads)](
-        piece.lse,
+        block_lse,
         total,
         num_rows,
         num_blocks,
         ahead,
         ROW_TOKENS=row_tokens,
-        BLOCK_TOKENS=tiles * TILE,
+        BLOCK_TOKENS=block_tokens,
         ROWS=_LSE_ROWS,
         STEP=_LSE_STEP,
         num_warps=4,

@@ -6,7 +6,7 @@ matter. Run with `make demo`, or `python example.py [MODEL_DIRECTORY]`.
 
 import sys
 
-from nanovllm import XATTN_BSA, LLM, SamplingParams
+from nanovllm import LLM, XATTN_BSA, SamplingParams
 from nanovllm.eval.needle import (
     build_task,
     describe,

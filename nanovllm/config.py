@@ -92,8 +92,9 @@ class Config:
     sparse_guard: float | None = None
     """With XATTN_BSA, keep also every tile into which some row of the estimate puts more than this
     share of its mass, in (0, 1). None: no guard."""
-    sparse_chunk_size: int = 4096
-    """With XATTN_BSA, queries that are estimated at a time, a multiple of 128. Bounds memory."""
+    sparse_chunk_size: int = 16384
+    """With XATTN_BSA, queries that are estimated at a time, a multiple of 128; bounds the memory
+    that an estimate takes. Smaller ones are slower."""
     sparse_vote_threshold: float = 0.0
     """With XATTN_BSA, drop the KV blocks of the history that no more than this share of (KV head,
     query tile) pairs want, in [0, 1]; the first and last stay. 0: drop none. 0.5 is a majority

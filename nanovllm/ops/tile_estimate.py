@@ -59,7 +59,7 @@ def estimate_tiles(
     softmax_scale: float | None = None,
     *,
     with_peaks: bool = False,
-    chunk_size: int = 4096,
+    chunk_size: int = 16384,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the estimated mass of each tile, causal, and on request its peak.
 

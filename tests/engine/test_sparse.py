@@ -241,6 +241,36 @@ def test_dense_layers_and_the_first_tokens(sharp: Path, mode: str) -> None:
     assert 10 / 55 < second < 0.95
 
 
+# Every policy, wherever the cache lies. A policy takes a line here.
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "FULL": {"sparse_policy": "FULL"},
+    "XATTN_BSA": xattn(0.7),
+    "XATTN_BSA, rows": xattn(0.6, 16, "row", guard=0.9),
+    "STREAMING": {"sparse_policy": StreamingPolicy(window_tokens=256)},
+}
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (9, 3), (8, 1)], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_answers_alike_in_every_mode(
+    tiny: Tiny, policy: str, heads: tuple[int, int]
+) -> None:
+    shape = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 72}
+    directory = tiny(edit=sharpen, **shape)
+    prompts = [prompt_of(n) for n in (1, 129, 700, 1025)]
+    results = []
+    for mode in MODES.values():
+        with open_llm(directory, num_kvcache_blocks=24, **mode, **POLICIES[policy]) as llm:
+            results.append(generate(llm, prompts, 5, logprobs=VOCAB_SIZE))
+    for outputs in results[1:]:
+        for ours, theirs in zip(outputs, results[0], strict=True):
+            assert_same_answer(ours, theirs)
+    if policy == "FULL":
+        for output, prompt in zip(results[0], prompts, strict=True):
+            assert_same_greedy(output.token_ids, directory, prompt)
+
+
 # C52: everything kept is dense attention.
 
 ODD_LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 511, 1000, 1025)

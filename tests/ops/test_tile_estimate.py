@@ -286,7 +286,7 @@ def check_split_of_keys(form, estimator, stride, data):
     with poisoned_scratch():
         pieces = [form.shares(query, key[a:b], offset, a, estimator, stride) for a, b in spans]
         ours = form.merge(pieces, offset, estimator, stride, with_peaks=True)
-    precision = precision_of(form.name, torch.float32)
+    precision = precision_of(form.name, estimator, torch.float32)
     assert_estimate(ours, [x.double() for x in whole], precision)
 
 

@@ -35,7 +35,7 @@ class XAttentionBSAPolicy(TilePolicy):
         self,
         threshold: float | torch.Tensor = 0.95,
         stride: int = 8,
-        chunk_size: int = 4096,
+        chunk_size: int = 16384,
         *,
         estimator: str = "group",
         guard: float | None = None,

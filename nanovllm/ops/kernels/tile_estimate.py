@@ -43,7 +43,8 @@ def default_tuning(estimator: str, dtype: torch.dtype, head_dim: int, stride: in
     if estimator == "group":
         return Tuning(128, 256, 8, 4)
     # Two programs share an SM, so that one's exponentials overlap the other's products.
-    return Tuning(128, max(128 if head_dim <= 128 else 64, whole_tile), 4, 2)
+    num_warps = 8 if stride < 64 else 4
+    return Tuning(128, max(128 if head_dim <= 128 else 64, whole_tile), num_warps, 2)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from nanovllm.ops.xattn_reference import TILE
 
 _LSE_ROWS = 64
 _LSE_STEP = 16  # blocks at a time: part of the order of the sums
-_MERGE_ROWS = 16
+_MERGE_ROWS = 8
 _MERGE_TILES = 128  # key tiles of one program of the merge
 
 

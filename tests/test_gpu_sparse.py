@@ -1,0 +1,121 @@
+"""Sparse prefill on the card: the same tiles wherever the cache lies, no wait, bounded memory."""
+
+from functools import cache
+
+import pytest
+import torch
+from test_gpu_offload import CHUNK, generate, open_llm, open_offloaded, prompts
+
+from nanovllm import XATTN_BSA
+from nanovllm.kvcache.sparse.xattn_bsa import XAttentionBSAPolicy
+from nanovllm.ops.block_sparse import TILE
+
+pytestmark = pytest.mark.gpu
+
+CHOICES = {
+    "group": {"threshold": 0.9, "stride": 8, "estimator": "group"},
+    "row": {"threshold": 0.7, "stride": 16, "estimator": "row", "guard": 0.5},
+}
+OFFLOADED = {
+    "layer-major": {"prefill_order": "layer"},
+    "chunk-major": {"prefill_order": "chunk"},
+    "chunk-major, 2 slots": {"prefill_order": "chunk", "num_gpu_blocks": 2},
+    "chunk-major, small blocks": {"prefill_order": "chunk", "kvcache_block_size": 128},
+}
+every_choice = pytest.mark.parametrize("choice", CHOICES)
+
+
+class Recorder(XAttentionBSAPolicy):
+    """Remembers the tiles of each layer's last prompt, by query tile."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.rows = {}
+
+    def select_tiles(self, source, ctx):
+        tiles = super().select_tiles(source, ctx)
+        first = ctx.num_history_tokens // TILE
+        for i in range(tiles.shape[1]):
+            self.rows[ctx.layer_id, first + i] = tiles[:, i, : first + i + 1].clone()
+        return tiles
+
+
+@cache
+def resident(choice):
+    policy = Recorder(**CHOICES[choice])
+    with open_llm("bfloat16", num_kvcache_blocks=64, sparse_policy=policy) as llm:
+        outputs = generate(llm, prompts(), 16)
+        density = llm.stats()["attention"]["tile_density"]
+    assert 0.1 < density < 0.9
+    return outputs, policy.rows
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
+@pytest.mark.parametrize("mode", OFFLOADED)
+@every_choice
+def test_the_same_tiles_and_answers(choice, mode, checked, monkeypatch):
+    """Bit for bit: the same kernels see the same keys, values and tiles."""
+    monkeypatch.setenv("NANOVLLM_CHECK_STREAMS", str(int(checked)))
+    policy = Recorder(**CHOICES[choice])
+    with open_offloaded("bfloat16", sparse_policy=policy, **OFFLOADED[mode]) as llm:
+        outputs = generate(llm, prompts(), 16)
+    expected, rows = resident(choice)
+    assert rows.keys() == policy.rows.keys()
+    same = sum(int(torch.equal(tiles, policy.rows[key])) for key, tiles in rows.items())
+    assert same == len(rows)
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.logprobs[0] == other.logprobs[0]
+
+
+@pytest.mark.parametrize("backend", ["flex", "fa4"])
+def test_backends_agree(backend):
+    options = {"attention_backend": backend, "num_kvcache_blocks": 64}
+    policy = Recorder(**CHOICES["group"])
+    with open_llm("bfloat16", sparse_policy=policy, **options) as llm:
+        outputs = generate(llm, prompts(), 8)
+    expected, _ = resident("group")
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.token_ids[0] == other.token_ids[0]
+
+
+@every_choice
+@pytest.mark.parametrize("where", ["resident", "layer-major"])
+def test_the_host_does_not_wait(choice, where):
+    """From a layer's estimate to its attention, nor anywhere else in a step."""
+    policy = XAttentionBSAPolicy(**CHOICES[choice])
+    if where == "resident":
+        llm = open_llm("bfloat16", num_kvcache_blocks=64, sparse_policy=policy)
+    else:
+        llm = open_offloaded("bfloat16", prefill_order="layer", sparse_policy=policy)
+    with llm:
+        generate(llm, prompts(), 4)
+        run, calls = llm.engine._runner.run, []
+
+        def watched(step):
+            calls.append(step.num_tokens)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return run(step)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        llm.engine._runner.run = watched
+        generate(llm, prompts(), 4)
+        assert max(calls) >= CHUNK
+
+
+@pytest.mark.parametrize("order", ["layer", "chunk"])
+def test_memory_does_not_grow_over_100_chunks(order):
+    prompt = torch.randint(49152, (100 * 256,), generator=torch.Generator().manual_seed(1)).tolist()
+    options = {"max_num_batched_tokens": 256, "max_model_len": 26000, "sparse_min_len": 0}
+    with open_offloaded("bfloat16", prefill_order=order, sparse_policy=XATTN_BSA, **options) as llm:
+        generate(llm, [prompt], 2)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        generate(llm, [prompt], 2)
+        peak = torch.cuda.max_memory_allocated()
+        generate(llm, [prompt], 2)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= before
+        assert torch.cuda.max_memory_allocated() <= peak

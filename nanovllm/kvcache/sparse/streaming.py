@@ -11,8 +11,8 @@ from nanovllm.ops.block_sparse import TILE, causal_tiles
 class StreamingPolicy(TilePolicy):
     """The pattern of StreamingLLM (Xiao et al., 2023), in whole tiles.
 
-    Blind to what lies between, so it loses needles there: a lower bound for other policies, and the
-    example of docs/writing-a-policy.md.
+    Blind to what lies between, so prefill loses needles there; decode is dense. A lower bound for
+    other policies, and the example of docs/writing-a-policy.md.
 
     Args:
         num_sink_tokens: tokens from the prompt's first on that everybody sees.

@@ -200,9 +200,9 @@ class Config:
                 f"sparse_stride={self.sparse_stride!r} is none of "
                 f"{', '.join(map(str, strides))} of sparse_estimator={self.sparse_estimator!r}"
             )
-        if self.sparse_guard is not None:
-            _number("sparse_guard", self.sparse_guard, 0, 1)
-        _number("sparse_vote_threshold", self.sparse_vote_threshold, 0, 1)
+        if self.sparse_guard is not None and not 0 < _number("sparse_guard", self.sparse_guard) < 1:
+            raise ConfigError(f"sparse_guard={self.sparse_guard!r} is not a number in (0, 1)")
+        _number("sparse_vote_threshold", self.sparse_vote_threshold)
         _at_least("sparse_dense_layers", self.sparse_dense_layers, 0)
         _at_least("sparse_min_len", self.sparse_min_len, 0)
         _at_least("sparse_chunk_size", self.sparse_chunk_size, _TILE)
@@ -250,7 +250,7 @@ def _at_least(name: str, value: object, least: int) -> None:
         raise ConfigError(f"{name}={value!r} is not an integer >= {least}")
 
 
-def _number(name: str, value: object, least: float, most: float) -> float:
+def _number(name: str, value: object, least: float = 0, most: float = 1) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ConfigError(f"{name}={value!r} is not a number in [{least}, {most}]")
     return value

@@ -70,6 +70,8 @@ INVALID = [
     ("sparse_estimator", "diagonal"),
     ("sparse_stride", 32),
     ("sparse_guard", 1.5),
+    ("sparse_guard", 0),
+    ("sparse_guard", 1),
     ("sparse_chunk_size", 1000),
     ("sparse_vote_threshold", -0.5),
     ("sparse_dense_layers", -1),

@@ -122,14 +122,7 @@ class _EagerStream(Stream):
     def wait(self, event: Event) -> None:
         event.synchronize()
 
-    def copy(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        reads: Span | None = None,
-        writes: Span | None = None,
-    ) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
     def discard(self, tensor: torch.Tensor, span: Span) -> None:
@@ -181,14 +174,7 @@ class _DeferredStream(_EagerStream):
     def wait(self, event: Event) -> None:
         self._queue.append(event.synchronize)
 
-    def copy(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        reads: Span | None = None,
-        writes: Span | None = None,
-    ) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._queue.append(lambda: target.copy_(source))
 
 

@@ -151,14 +151,7 @@ class CudaStream(Stream):
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
-    def copy(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        reads: Span | None = None,
-        writes: Span | None = None,
-    ) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with self.entered():
             target.copy_(source, non_blocking=True)
 

@@ -172,6 +172,9 @@ class CheckedStream(Stream):
         writes: Span | None = None,
     ) -> None:
         self._order.access(self.name, [reads] if reads else (), [writes] if writes else ())
+        super().copy(target, source)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.stream.copy(target, source)
 
     def entered(self) -> AbstractContextManager[Any]:

@@ -45,7 +45,6 @@ class Stream(ABC):
     def wait(self, event: Event) -> None:
         """Let later work of this stream begin only after `event`. The host does not wait."""
 
-    @abstractmethod
     def copy(
         self,
         target: torch.Tensor,
@@ -58,7 +57,21 @@ class Stream(ABC):
 
         `reads` and `writes` say which buffers that are, for the order checker; None leaves the
         buffer unchecked.
+
+        Raises:
+            ValueError: a tensor has gaps. PyTorch would read such a host tensor at once, whatever
+                the stream waits for.
         """
+        if not (target.is_contiguous() and source.is_contiguous()):
+            raise ValueError(
+                f"a copy between strides {source.stride()} and {target.stride()}; both tensors "
+                "must be contiguous"
+            )
+        self._copy(target, source)
+
+    @abstractmethod
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue the copy."""
 
     @abstractmethod
     def entered(self) -> AbstractContextManager[Any]:

@@ -32,11 +32,26 @@ class Block:
 
 
 class BlockManager:
-    """Gives KV blocks to sequences and takes them back."""
+    """Gives KV blocks to sequences and takes them back.
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    Args:
+        num_blocks: blocks in the pool.
+        block_size: tokens in a block.
+        enable_prefix_caching: whether blocks of equal prefixes are shared.
+        caches_answers: whether blocks with generated tokens are. Not if a prefill would compute
+            these otherwise than decode did, as a sparse one does.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        caches_answers: bool = True,
+    ) -> None:
         self.block_size = block_size
         self._caching = enable_prefix_caching
+        self._caches_answers = caches_answers
         self._blocks = [Block() for _ in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: dict[bytes, int] = {}
@@ -105,7 +120,10 @@ class BlockManager:
         seq.num_computed_tokens += num_tokens
         if not self._caching:
             return
-        last = seq.num_computed_tokens // self.block_size
+        num_tokens = seq.num_computed_tokens
+        if not self._caches_answers:
+            num_tokens = min(num_tokens, seq.num_prompt_tokens)
+        last = num_tokens // self.block_size
         self._hash_up_to(seq, last)
         for i in range(first, last):
             block = self._blocks[seq.block_table[i]]

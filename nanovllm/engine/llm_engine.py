@@ -50,7 +50,12 @@ class LLMEngine:
         self.max_model_len, self._length_reason = loaded.max_model_len, loaded.length_reason
         self.dtype, self.backend_name = loaded.dtype, loaded.backend_name
         self._scheduler = Scheduler(
-            BlockManager(loaded.num_blocks, config.block_size, config.enable_prefix_caching),
+            BlockManager(
+                loaded.num_blocks,
+                config.block_size,
+                config.enable_prefix_caching,
+                loaded.caches_answers,
+            ),
             min(config.max_num_seqs, loaded.max_num_seqs),
             config.max_num_batched_tokens,
             loaded.max_whole_prefill_tokens,

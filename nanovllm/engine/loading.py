@@ -53,6 +53,8 @@ class LoadedModel:
     """Most sequences of a step."""
     chunk_multiple: int
     """Where chunks end that are not a prompt's last, in tokens."""
+    caches_answers: bool
+    """Whether decode attends as prefill does, so that its blocks may serve other prompts."""
     max_whole_prefill_tokens: int = 0
     """Most tokens of a prefill that one step computes, layer-major, whatever its budget."""
 
@@ -71,6 +73,17 @@ class _Parts:
     def chunk_multiple(self) -> int:
         """Where chunks end that are not a prompt's last, in tokens."""
         return TILE if self.attention.prefill.works_on_tiles else 1
+
+    def longest_step(self, chunk_tokens: int, max_model_len: int) -> tuple[int, int]:
+        """Return the tokens before the largest step's chunk, and those of the chunk.
+
+        With tiles the last one is not whole: then an estimate copies all keys.
+        """
+        num_tokens = min(chunk_tokens, max_model_len)
+        if self.chunk_multiple > 1 and num_tokens > 1:
+            num_tokens -= 1
+        num_history = max_model_len - num_tokens
+        return num_history - num_history % self.chunk_multiple, num_tokens
 
 
 def load_runner(
@@ -161,14 +174,13 @@ def _make_resident(
 
     # The largest step is the last chunk of the longest prompt, whose history lies in scattered
     # blocks and is gathered. The history's blocks stand for each other.
-    num_tokens = min(config.max_num_batched_tokens, max_model_len)
+    num_history, num_tokens = parts.longest_step(config.max_num_batched_tokens, max_model_len)
     num_blocks = layout.num_blocks_for(num_tokens)
     many = min(config.max_num_seqs, config.max_num_batched_tokens)
-    seq = _probe_sequence(max_model_len)
-    num_history = max_model_len - num_tokens
-    seq.num_computed_tokens = num_history - num_history % parts.chunk_multiple
+    seq = _probe_sequence(num_history + num_tokens)
+    seq.num_computed_tokens = num_history
     seq.block_table = [
-        i % num_blocks for i in reversed(range(layout.num_blocks_for(max_model_len)))
+        i % num_blocks for i in reversed(range(layout.num_blocks_for(seq.num_tokens)))
     ]
     probe = make_runner(num_blocks)
     step_bytes = device.peak_memory_bytes(partial(_run, probe, device, seq, num_tokens, many))
@@ -199,6 +211,7 @@ def _make_resident(
         length_reason=length_reason,
         max_num_seqs=config.max_num_seqs,
         chunk_multiple=parts.chunk_multiple,
+        caches_answers=not parts.attention.prefill.works_on_tiles,
     )
 
 
@@ -223,8 +236,7 @@ def _make_offloaded(
     # The largest step is a chunk whose history comes from the host. Where that is merged, one block
     # of it will do, since what holds more is there already; a policy that works on tiles takes
     # memory for all of it.
-    num_tokens = min(chunk_tokens, plan.max_model_len)
-    num_history = plan.max_model_len - num_tokens
+    num_history, num_tokens = parts.longest_step(chunk_tokens, plan.max_model_len)
     if together:
         num_history -= num_history % layout.block_size
     else:
@@ -263,6 +275,7 @@ def _make_offloaded(
         length_reason=plan.length_reason,
         max_num_seqs=1,
         chunk_multiple=parts.chunk_multiple,
+        caches_answers=not parts.attention.prefill.works_on_tiles,
         max_whole_prefill_tokens=max_whole_prefill_tokens,
     )
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
+from nanovllm.errors import ConfigError
 from nanovllm.eval.ruler import generate
 from nanovllm.eval.ruler.policies import parse_policy
 from nanovllm.kvcache.source import KVSource
 from nanovllm.kvcache.sparse.policy import PolicyContext
+from nanovllm.kvcache.sparse.registry import create_policies
 from nanovllm.kvcache.sparse.tile_policy import TilePolicy
-from nanovllm.kvcache.sparse.xattn_bsa import XAttentionBSAPolicy
 from nanovllm.llm import LLM
 from nanovllm.ops.block_sparse import TILE, causal_tiles
 from nanovllm.sampling_params import SamplingParams
@@ -130,8 +131,10 @@ def main(argv: list[str] | None = None) -> None:
     policies: dict[str, TilePolicy] = {}
     for text in args.compare:
         spec = parse_policy(text)
-        config = Config(model=args.model, **spec.options)
-        policies[spec.label] = XAttentionBSAPolicy.from_config(config)
+        policy, _ = create_policies(Config(model=args.model, **spec.options))
+        if not isinstance(policy, TilePolicy):
+            raise ConfigError(f"--compare {text}: {type(policy).__name__} chooses no tiles")
+        policies[spec.label] = policy
     probe = RecallProbe(policies, args.rows, args.length // 4)
     options: dict[str, Any] = {"max_model_len": args.length, "device": args.device}
     with LLM(args.model, sparse_policy=probe, **options) as llm:

@@ -140,30 +140,40 @@ class OffloadEngine:
         wishes = [] if ahead is None else [_Wish(ahead[0], block, Part.ALL) for block in ahead[1]]
         yield from self._arrivals(wanted, wishes, self._unpack_to_window)
 
-    def gather_keys(self, layer_id: int, chunk: Chunk) -> None:
-        """Load the keys of a chunk's host blocks to their places in the prefill buffer.
-
-        What the step has gathered before for this layer is there. Waits with the host for nothing
-        but memory that is still being made.
-        """
-        self._gather(layer_id, chunk, chunk.host_blocks, Part.KEYS, [])
-
-    def gather_values(
+    def gather(
         self,
         layer_id: int,
         chunk: Chunk,
         block_ids: Seq[int],
+        part: Part,
         ahead: tuple[int, Seq[int]] | None = None,
     ) -> None:
-        """Load the values of those of `block_ids` that are host blocks of the chunk, likewise.
+        """Load the keys or the values of host blocks to their places in the prefill buffer.
+
+        What the step has gathered before for this layer is there. Waits with the host for nothing
+        but memory that is still being made.
 
         Args:
+            block_ids: some of the chunk's host blocks, in their order.
+            part: `Part.KEYS` or `Part.VALUES`.
             ahead: layer and blocks whose keys are likely to be wanted next.
         """
         wishes = [] if ahead is None else [_Wish(ahead[0], block, Part.KEYS) for block in ahead[1]]
-        chosen = set(block_ids)
-        wanted = [block_id for block_id in chunk.host_blocks if block_id in chosen]
-        self._gather(layer_id, chunk, wanted, Part.VALUES, wishes)
+        if self._gathered_layer != layer_id:
+            self._gathered.clear()
+            self._gathered_layer = layer_id
+        missing = [block_id for block_id in block_ids if (block_id, part) not in self._gathered]
+        self._gathered.update((block_id, part) for block_id in missing)
+        buffer = self.recent.storage(layer_id, chunk.num_buffer_tokens)
+        target = (buffer.keys if part is Part.KEYS else buffer.values).flatten(0, 1)
+        places = {block_id: place for place, block_id in enumerate(chunk.host_blocks)}
+
+        def unpack(loads: Seq[_Load]) -> None:
+            self._unpack(loads, part, [places[load.wish.block_id] for load in loads], target)
+
+        wanted = [_Wish(layer_id, block_id, part) for block_id in missing]
+        for _ in self._arrivals(wanted, wishes, unpack):
+            pass
 
     def load_to_slot_layer(self, slot: int, layer_id: int, block_id: int) -> None:
         """Begin to load a block's keys and values into a slot."""
@@ -198,8 +208,8 @@ class OffloadEngine:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the newest tokens' keys and values, `[num_tokens, num_kv_heads, head_dim]`.
 
-        `num_tokens` counts from where the sequence's part on the device begins, which is where a
-        block begins, to the end of the chunk that was stored last.
+        `num_tokens` counts from the chunk's `buffer_start` to its end, that of the chunk that was
+        stored last. Before its `device_start` there is what was gathered, and nothing else.
         """
         return self.recent.storage(layer_id, num_tokens).read(slice(0, num_tokens))
 
@@ -259,25 +269,6 @@ class OffloadEngine:
             self._fetch(plan)
             yield arrived
 
-    def _gather(
-        self, layer_id: int, chunk: Chunk, block_ids: Seq[int], part: Part, ahead: Seq[_Wish]
-    ) -> None:
-        if self._gathered_layer != layer_id:
-            self._gathered.clear()
-            self._gathered_layer = layer_id
-        missing = [block_id for block_id in block_ids if (block_id, part) not in self._gathered]
-        self._gathered.update((block_id, part) for block_id in missing)
-        buffer = self.recent.storage(layer_id, chunk.num_buffer_tokens)
-        target = (buffer.keys if part is Part.KEYS else buffer.values).flatten(0, 1)
-        places = {block_id: place for place, block_id in enumerate(chunk.host_blocks)}
-
-        def unpack(loads: Seq[_Load]) -> None:
-            self._unpack(loads, part, [places[load.wish.block_id] for load in loads], target)
-
-        wanted = [_Wish(layer_id, block_id, part) for block_id in missing]
-        for _ in self._arrivals(wanted, ahead, unpack):
-            pass
-
     def _fetch(self, plan: Seq[_Wish]) -> None:
         """Let the loads in flight be those that `plan` asks for first."""
         self._issue(plan, self._keep_matching(plan))
@@ -332,16 +323,19 @@ class OffloadEngine:
             stream.wait(event)
         target, source = self._slots[slots], self.pool.blocks(layer_id, block_id, count)
         stream.discard(target, span)
-        stream.copy(
-            target[:, part.value],
-            source[:, part.value],
-            reads=Span(("host", layer_id), block_id, count),
-            writes=span,
-        )
+        # A part is contiguous within its block only.
+        step = count if part is Part.ALL else 1
+        for i in range(0, count, step):
+            stream.copy(
+                target[i : i + step, part.value],
+                source[i : i + step, part.value],
+                reads=Span(("host", layer_id), block_id + i, step),
+                writes=Span("slot", slot + i, step),
+            )
         self.ring_slot_ready[slots] = [stream.record()] * count
         half = source.nbytes // 2
         key_bytes, value_bytes = half * (part is not Part.VALUES), half * (part is not Part.KEYS)
-        self.stats.add_copies("h2d", 1, key_bytes, value_bytes)
+        self.stats.add_copies("h2d", count // step, key_bytes, value_bytes)
 
     def _unpack_to_window(self, loads: Seq[_Load]) -> tuple[torch.Tensor, torch.Tensor]:
         self._unpack(loads, Part.ALL, range(len(loads)), self._window.flatten(1, 2))

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kvcache.attention_batch import PrefillSegment, slot_index
 from nanovllm.kvcache.chunk import Chunk
-from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.offload_engine import OffloadEngine, Part
 from nanovllm.kvcache.resident import LayerKV
 
 
@@ -52,11 +52,12 @@ class KVSource(ABC):
 
     @abstractmethod
     def load(self, selected: Seq[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `keys()` and the values beside them, undefined in blocks that are not selected.
+        """Return all keys and values up to the end of the chunk, `[context_len, heads, head_dim]`.
 
         Args:
-            selected: some of `available_blocks`, in their order. Of blocks in host memory only the
-                values of these are copied, once for each layer and step.
+            selected: some of `available_blocks`, in their order. Others are undefined, but for keys
+                that were asked for by `keys`. Either part of a block in host memory is copied once
+                for each layer and step.
         """
 
 
@@ -107,6 +108,7 @@ class OffloadedSource(KVSource):
         num_full = chunk.num_history_tokens // chunk.block_size
         self.available_blocks = chunk.block_table[:num_full]
         self.loads_blocks = len(chunk.host_blocks) > 0
+        self._keys_wanted: Seq[int] | None = None
 
     def pieces(self, selected: Seq[int]) -> Iterator[KVPiece]:
         chunk = self._chunk
@@ -131,22 +133,26 @@ class OffloadedSource(KVSource):
         yield KVPiece(keys, values, holds_chunk=True)
 
     def keys(self) -> torch.Tensor:
-        self._gather_keys()
+        self._keys_wanted = self._chunk.host_blocks
+        self._gather(self._keys_wanted, Part.KEYS)
         return self._context()[0]
 
     def load(self, selected: Seq[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        self._gather_keys()
-        chunk = self._chunk
+        chosen = set(selected)
+        wanted = [block_id for block_id in self._chunk.host_blocks if block_id in chosen]
+        keys = wanted if self._keys_wanted is None else self._keys_wanted
+        self._gather(keys, Part.KEYS)
         # A later chunk of the step finds the layer's keys gathered.
         is_done = self._next_layer != self._layer_id
-        ahead = self._ahead(chunk.host_blocks) if is_done else None
-        self._engine.gather_values(self._layer_id, chunk, selected, ahead)
+        self._gather(wanted, Part.VALUES, self._ahead(keys) if is_done else None)
         return self._context()
 
-    def _gather_keys(self) -> None:
+    def _gather(
+        self, block_ids: Seq[int], part: Part, ahead: tuple[int, Seq[int]] | None = None
+    ) -> None:
         if self._chunk.buffer_start:
             raise ValueError("the chunk's buffer has no place for what lies in host memory")
-        self._engine.gather_keys(self._layer_id, self._chunk)
+        self._engine.gather(self._layer_id, self._chunk, block_ids, part, ahead)
 
     def _context(self) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = self._chunk.num_buffer_tokens

@@ -29,10 +29,12 @@ class DensityStats:
 
         Args:
             layer_id: the layer.
-            tiles: bool `[num_q_heads, num_q_tiles, num_k_tiles]`, none of them after its queries.
+            tiles: bool `[num_q_heads, num_q_tiles, num_k_tiles]`, the last of either for the same
+                tokens. Those after their queries do not count.
             num_causal: tiles of one head that hold a visible key.
         """
-        self._add(layer_id, len(tiles), tiles.flatten(1).sum(1), num_causal)
+        visible = tiles.tril(tiles.shape[2] - tiles.shape[1])
+        self._add(layer_id, len(tiles), visible.flatten(1).sum(1), num_causal)
 
     def add_dense(self, layer_id: int, num_heads: int, num_causal: int) -> None:
         """Count a chunk of which a layer computes everything."""

@@ -276,11 +276,24 @@ def test_two_threads_may_use_streams_at_once(monkeypatch):
     assert not failures
 
 
+@pytest.mark.parametrize("which", ["target", "source"])
+def test_a_copy_between_tensors_with_gaps_is_refused(which):
+    """PyTorch would read strided host memory when it is called, and not in the stream's turn."""
+    stream = create_device("cpu").new_stream("x")
+    tensors = {"target": torch.ones(4), "source": torch.zeros(4)}
+    tensors[which] = torch.full((8,), 2.0)[::2]
+    with pytest.raises(ValueError, match="must be contiguous"):
+        stream.copy(tensors["target"], tensors["source"])
+
+
 def test_a_copy_that_another_thread_makes_is_waited_for(deferred):
     begun, go, seen = threading.Event(), threading.Event(), []
 
     class Slow:
         copied = False
+
+        def is_contiguous(self):
+            return True
 
         def copy_(self, source):
             begun.set()

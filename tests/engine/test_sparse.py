@@ -209,13 +209,30 @@ def test_prefix_hits_and_many_requests(sharp: Path, mode: str) -> None:
     with open_llm(sharp, num_kvcache_blocks=60, **xattn(0.7), **MODES[mode]) as llm:
         outputs = generate(llm, prompts, 6, logprobs=VOCAB_SIZE)
         again = generate(llm, prompts, 6, logprobs=VOCAB_SIZE)
-    assert [output.num_cached_tokens for output in again] != [0] * 5
+    block = MODES[mode]["kvcache_block_size"]
+    cached = [(len(prompt) - 1) // block * block for prompt in prompts]
+    assert [output.num_cached_tokens for output in again] == cached
     fresh = MODES[mode] | {"enable_prefix_caching": False}
     for prompt, one, other in zip(prompts, outputs, again, strict=True):
         with open_llm(sharp, **xattn(0.7), **fresh) as llm:
             (alone,) = generate(llm, [prompt], 6, logprobs=VOCAB_SIZE)
         assert_same_answer(one, alone)
         assert_same_answer(other, alone)
+
+
+@pytest.mark.parametrize("mode", ["resident", "chunk-major"])
+def test_the_next_turn_of_a_chat(sharp: Path, mode: str) -> None:
+    """It finds the prompt of the turn before, and not the answer, which attended densely."""
+    prompt = prompt_of(900)
+    options = MODES[mode] | {"num_kvcache_blocks": 24}
+    with open_llm(sharp, **xattn(0.7), **options) as llm:
+        (output,) = generate(llm, [prompt], 150)
+        turn = [*prompt, *output.token_ids, *prompt_of(200, 1)]
+        (hit,) = generate(llm, [turn], 6, logprobs=VOCAB_SIZE)
+    assert hit.num_cached_tokens == 900 // 128 * 128
+    with open_llm(sharp, **xattn(0.7), **options) as llm:
+        (fresh,) = generate(llm, [turn], 6, logprobs=VOCAB_SIZE)
+    assert_same_answer(hit, fresh)
 
 
 @every_mode
@@ -397,10 +414,41 @@ def test_statistics_by_hand(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> N
     assert attention["total_selected_blocks"] == 0 + 2 + 3 + 3 + 3
     assert attention["overall_density"] == pytest.approx(11 / 20)
     assert "Tile density:  61.8%" in capsys.readouterr().out
-    # Keys of the whole history once a chunk and layer, values of the selected blocks.
+    # This policy looks at no keys: only selected blocks are loaded, a copy for either part. What is
+    # begun ahead of the next chunk is this one's blocks, of which some are wanted.
     block_bytes = 128 * 2 * 32 * 4
-    assert traffic["key_bytes"] == 2 * 20 * block_bytes
     assert traffic["value_bytes"] == 2 * 11 * block_bytes
+    assert 2 * 11 * block_bytes <= traffic["key_bytes"] < 2 * 20 * block_bytes
+
+
+def test_keys_cross_the_bus_once_a_chunk_and_layer(sharp: Path) -> None:
+    options = OFFLOADED | {"prefill_order": "chunk", "max_num_batched_tokens": 256}
+    with open_llm(sharp, **xattn(0.1), **options) as llm:
+        generate(llm, [prompt_of(1270)], 1)
+        stats = llm.stats()
+    traffic = stats["transfers"]["prefill"]["h2d"]
+    block_bytes = 128 * 2 * 32 * 4
+    # Chunks of two blocks: history 0, 2, 4, 6, 8.
+    assert traffic["key_bytes"] == 2 * 20 * block_bytes
+    assert traffic["value_bytes"] < traffic["key_bytes"]
+    assert traffic["value_bytes"] % block_bytes == 0
+    assert traffic["num_copies"] * block_bytes == traffic["key_bytes"] + traffic["value_bytes"]
+
+
+def test_tiles_after_the_queries_do_not_count(tiny: Tiny) -> None:
+    class Everything(TilePolicy):
+        log_name = "all"
+
+        def select_tiles(self, source: Any, ctx: Any) -> torch.Tensor:
+            num_q_tiles = -(-len(ctx.query) // TILE)
+            shape = ctx.query.shape[1], num_q_tiles, ctx.num_history_tokens // TILE + num_q_tiles
+            return torch.ones(shape, dtype=torch.bool)
+
+    policy = Everything()
+    with open_llm(tiny(), sparse_policy=policy, **MODES["resident, chunks"]) as llm:
+        (output,) = generate(llm, [prompt_of(1200)], 3)
+    assert policy.get_density_stats()["tile_density"] == 1.0
+    assert_same_greedy(output.token_ids, tiny(), prompt_of(1200))
 
 
 def test_what_is_logged(tiny: Tiny) -> None:

@@ -18,7 +18,7 @@ class XAttentionBSAPolicy(TilePolicy):
     Args:
         threshold: share of a query tile's mass that its kept tiles hold, or a tensor
             `[num_layers, num_q_heads]` of shares; from 1 on attention is dense.
-        stride: every which key the estimate samples.
+        stride: the estimate looks at one of so many products of a query and a key.
         chunk_size: queries that are estimated at a time, a multiple of `TILE`; bounds memory.
         estimator: `"group"`, XAttention's antidiagonal sums, or `"row"`, a softmax for each row.
         guard: keep also tiles into which some row puts more than this share of its mass.

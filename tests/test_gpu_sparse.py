@@ -75,7 +75,7 @@ def test_the_same_tiles_and_answers(choice, mode, checked, monkeypatch):
 
 
 def test_backends_agree():
-    """flex against what `auto` takes here, fa4 on Hopper: the same tiles, nearly the same choice."""
+    """flex against what `auto` takes, fa4 on Hopper: the same tiles, nearly the same choice."""
     options = {"attention_backend": "flex", "num_kvcache_blocks": 64}
     policy = Recorder(**CHOICES["group"])
     with open_llm("bfloat16", sparse_policy=policy, **options) as llm:

@@ -125,7 +125,8 @@ def reserve_layer(engine: OffloadEngine, max_model_len: int) -> None:
         CapacityError: it does not fit.
     """
     device, layout = engine.device, engine.pool.layout
-    needed, free = max_model_len * layout.token_bytes, device.free_memory_bytes()
+    needed = layout.num_blocks_for(max_model_len) * layout.layer_block_bytes
+    free = device.free_memory_bytes()
     if needed > free:
         raise CapacityError(
             f"the policy needs the keys and values of one layer together: {needed / _GIB:.2f} GiB "

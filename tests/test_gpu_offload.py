@@ -228,6 +228,12 @@ SOAK_MODES = {
         "num_gpu_blocks": 3,
     },
     "prefix cache": {"prefill_order": "auto", "enable_prefix_caching": True},
+    "chunk-major, sparse": {
+        "prefill_order": "chunk",
+        "max_num_batched_tokens": 8192,
+        "sparse_policy": "XATTN_BSA",
+        "sparse_threshold": 0.9,
+    },
 }
 
 

@@ -276,11 +276,11 @@ class OffloadEngine:
     def _keep_matching(self, plan: Seq[_Wish]) -> int:
         """Give up loads in flight from the first on that `plan` does not ask for in its turn.
 
-        Returns how many are kept.
+        A whole block serves who asks for a part. Returns how many are kept.
         """
         kept = 0
         for load, wish in zip(self._in_flight, plan, strict=False):
-            if load.wish != wish:
+            if load.wish != wish and load.wish != wish._replace(part=Part.ALL):
                 break
             kept += 1
         dropped = [self._in_flight.pop() for _ in range(len(self._in_flight) - kept)]

@@ -269,6 +269,29 @@ def test_keys_come_together_and_values_of_selected_blocks(device, steps, num_slo
         assert key_bytes == sum(num_host) * part_bytes
 
 
+def test_keys_take_what_was_begun_for_dense_attention(device):
+    """A layer that attends densely begins whole blocks for the next, which may want keys alone."""
+    prompt = Prompt(device, TABLES["scattered"], [[64], [20]], num_slots=8, together=True)
+    seen = []
+
+    def check(layer_id, chunk):
+        if not chunk.host_blocks:
+            return
+        source = prompt.source(layer_id, chunk, 1 if layer_id == 0 else None)
+        if layer_id == 0:
+            list(source.pieces(chunk.host_blocks))
+            seen.append(traffic_of(prompt.engine)[0])
+        else:
+            assert torch.equal(source.keys(), prompt.tokens[1][0])
+            assert traffic_of(prompt.engine)[0] == seen[0]
+            keys, values = source.load(chunk.host_blocks)
+            assert torch.equal(torch.stack([keys, values]), prompt.tokens[1])
+            seen.append(True)
+
+    prompt.run(check)
+    assert seen[1:] == [True]
+
+
 def traffic_of(engine):
     traffic = engine.stats.summary()["prefill"]["h2d"]
     return traffic["key_bytes"], traffic["value_bytes"]

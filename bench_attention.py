@@ -32,7 +32,7 @@ from nanovllm.ops.backends import (
     resolve_backend,
     resolve_tile_backend,
 )
-from nanovllm.ops.block_sparse import TILE, block_sparse_attention, causal_tiles
+from nanovllm.ops.block_sparse import TILE, block_sparse_attention, num_causal_tiles
 from nanovllm.ops.tile_estimate import estimate_tiles
 from nanovllm.ops.tile_selection import select_tiles
 
@@ -116,7 +116,7 @@ class Layer:
         """Return the share of the causal tiles that are kept. Synchronises."""
         kept = sum(int(tiles.sum()) for tiles in self.tiles)
         length, heads, _ = self.query.shape
-        return kept / (heads * int(causal_tiles(length, length, 0, 0, self.query.device).sum()))
+        return kept / (heads * num_causal_tiles(length, 0))
 
     def _estimate(
         self, case: Case, start: int, stop: int

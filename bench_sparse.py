@@ -21,6 +21,7 @@ from bench import machine_facts, model_directory, write_record
 from bench_attention import published_density
 from bench_offload import GIB, Engine
 from nanovllm.kvcache.sparse.xattn_bsa import XAttentionBSAPolicy
+from nanovllm.ops.block_sparse import TILE, num_causal_tiles
 from nanovllm.ops.tile_selection import select_tiles
 
 THRESHOLDS = [0.05 * i for i in range(1, 20)]
@@ -61,7 +62,7 @@ class Adjustable(XAttentionBSAPolicy):
             ]
             self._kept.append([tiles.sum() for tiles in choices])
             num_heads, count, _ = masses.shape
-            self._causal += num_heads * (count * q_tile0 + count * (count + 1) // 2)
+            self._causal += num_heads * num_causal_tiles(count * TILE, q_tile0 * TILE)
         return super().keep(masses, peaks, q_tile0, layer_id)
 
     @staticmethod

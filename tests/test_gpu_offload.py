@@ -81,6 +81,24 @@ def first_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     return seen[-1].clone()
 
 
+def assert_steps_do_not_wait(llm: LLM, max_tokens: int) -> None:
+    """Once warm, no step that the runner computes makes the host wait for the device."""
+    generate(llm, prompts(), max_tokens)
+    run, calls = llm.engine._runner.run, []
+
+    def watched(step):
+        calls.append(step.num_tokens)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    llm.engine._runner.run = watched
+    generate(llm, prompts(), max_tokens)
+    assert max(calls) >= CHUNK
+
+
 def assert_nearly_same_choice(ours, theirs, dtype: str) -> None:
     """The tokens agree up to a place where the other engine's two best nearly tie."""
     for place, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)):
@@ -131,20 +149,7 @@ def test_layer_major_is_bit_for_bit_resident(dtype):
 @pytest.mark.parametrize("order", ["layer", "chunk"])
 def test_steps_do_not_wait_for_the_device(order):
     with open_offloaded("bfloat16", prefill_order=order) as llm:
-        generate(llm, prompts(), 20)
-        run, calls = llm.engine._runner.run, []
-
-        def watched(step):
-            calls.append(step.num_tokens)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return run(step)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        llm.engine._runner.run = watched
-        generate(llm, prompts(), 20)
-        assert max(calls) >= CHUNK
+        assert_steps_do_not_wait(llm, 20)
 
 
 def test_memory_does_not_grow_over_100_chunks():

@@ -5,17 +5,17 @@ from functools import cache
 import pytest
 import torch
 from test_gpu_offload import (
-    CHUNK,
     assert_nearly_same_choice,
+    assert_steps_do_not_wait,
     generate,
     open_llm,
     open_offloaded,
     prompts,
 )
+from tile_recorder import Recorder
 
 from nanovllm import XATTN_BSA
 from nanovllm.kvcache.sparse.xattn_bsa import XAttentionBSAPolicy
-from nanovllm.ops.block_sparse import TILE
 
 pytestmark = pytest.mark.gpu
 
@@ -30,21 +30,6 @@ OFFLOADED = {
     "chunk-major, small blocks": {"prefill_order": "chunk", "kvcache_block_size": 128},
 }
 every_choice = pytest.mark.parametrize("choice", CHOICES)
-
-
-class Recorder(XAttentionBSAPolicy):
-    """Remembers the tiles of each layer's last prompt, by query tile."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.rows = {}
-
-    def select_tiles(self, source, ctx):
-        tiles = super().select_tiles(source, ctx)
-        first = ctx.num_history_tokens // TILE
-        for i in range(tiles.shape[1]):
-            self.rows[ctx.layer_id, first + i] = tiles[:, i, : first + i + 1].clone()
-        return tiles
 
 
 @cache
@@ -97,20 +82,7 @@ def test_the_host_does_not_wait(choice, where):
     else:
         llm = open_offloaded("bfloat16", prefill_order="layer", sparse_policy=policy)
     with llm:
-        generate(llm, prompts(), 4)
-        run, calls = llm.engine._runner.run, []
-
-        def watched(step):
-            calls.append(step.num_tokens)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return run(step)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        llm.engine._runner.run = watched
-        generate(llm, prompts(), 4)
-        assert max(calls) >= CHUNK
+        assert_steps_do_not_wait(llm, 4)
 
 
 @pytest.mark.parametrize("order", ["layer", "chunk"])

@@ -22,7 +22,8 @@ from nanovllm.kvcache.sparse.policy import PolicyContext
 from nanovllm.kvcache.sparse.registry import create_policies
 from nanovllm.kvcache.sparse.tile_policy import TilePolicy
 from nanovllm.llm import LLM
-from nanovllm.ops.block_sparse import TILE, causal_tiles
+from nanovllm.metrics.density import DensityStats
+from nanovllm.ops.block_sparse import TILE, num_causal_tiles
 from nanovllm.sampling_params import SamplingParams
 
 _LOW = 0.8
@@ -34,19 +35,12 @@ class Recall:
 
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Of each chunk, `[num_q_heads, num_rows]`: the share of each row's mass."""
-    num_tiles: dict[int, torch.Tensor | int] = field(default_factory=dict)
-    num_causal: int = 0
-    """Causal tiles of one layer."""
+    density: DensityStats = field(default_factory=DensityStats)
 
     def rows(self, layer_id: int | None = None) -> torch.Tensor:
         """Return the shares of all rows of all heads, of one layer or of all."""
         layers = self.kept if layer_id is None else [layer_id]
         return torch.cat([part.flatten() for layer in layers for part in self.kept[layer]])
-
-    @property
-    def tile_density(self) -> float:
-        """Tiles kept / causal tiles, over all layers."""
-        return float(sum(self.num_tiles.values())) / (self.num_causal * len(self.num_tiles))
 
 
 class RecallProbe(TilePolicy):
@@ -73,24 +67,18 @@ class RecallProbe(TilePolicy):
         first = max(0, self._first_row - ctx.num_history_tokens)
         candidates = torch.randperm(max(0, len(ctx.query) - first), generator=self._generator)
         rows = (first + candidates[: self._num_rows]).sort().values.to(ctx.query.device)
-        visible = causal_tiles(
-            len(ctx.query),
-            ctx.num_history_tokens + len(ctx.query),
-            ctx.num_history_tokens,
-            0,
-            ctx.query.device,
-        )
+        num_causal = num_causal_tiles(len(ctx.query), ctx.num_history_tokens)
         masses = _true_masses(ctx, source.keys(), rows) if len(rows) else None
         for name, policy in self._policies.items():
             tiles = policy.select_tiles(source, ctx)
-            if tiles is None:
-                tiles = visible.expand(ctx.query.shape[1], -1, -1)
             recall, layer = self.recalls[name], ctx.layer_id
-            recall.num_tiles[layer] = recall.num_tiles.get(layer, 0) + tiles.sum()
-            recall.num_causal += int(visible.sum()) * len(tiles) if layer == 0 else 0
+            if tiles is None:
+                recall.density.add_dense(layer, ctx.query.shape[1], num_causal)
+            else:
+                recall.density.add(layer, tiles, num_causal)
             if masses is not None:
-                kept = (masses * tiles[:, rows // TILE]).sum(-1)
-                recall.kept.setdefault(layer, []).append(kept)
+                kept = masses if tiles is None else masses * tiles[:, rows // TILE]
+                recall.kept.setdefault(layer, []).append(kept.sum(-1))
 
 
 def _true_masses(ctx: PolicyContext, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -116,7 +104,8 @@ def describe(recalls: dict[str, Recall]) -> str:
         worst = float(rows.sort().values[: max(1, len(rows) // 1000)].mean())
         low = float((rows < _LOW).float().mean())
         lines.append(
-            f"{name:{width}}  {recall.tile_density:7.3f}  {float(rows.mean()):.3f}  "
+            f"{name:{width}}  {recall.density.summary()['tile_density']:7.3f}  "
+            f"{float(rows.mean()):.3f}  "
             f"{worst:10.2f}  {low:14.1%}"
         )
     lines += ["", f"mean by layer{' ' * max(0, width - 12)}"]

@@ -7,7 +7,7 @@ import torch
 from nanovllm.ops.backends import TileBackend, resolve_tile_backend
 from nanovllm.ops.backends.base import TILE
 
-__all__ = ["TILE", "block_sparse_attention", "causal_tiles"]
+__all__ = ["TILE", "block_sparse_attention", "causal_tiles", "num_causal_tiles"]
 
 
 def block_sparse_attention(
@@ -66,6 +66,16 @@ def causal_tiles(
     q_tiles = torch.arange(-(-q_len // TILE), device=device) + q_offset // TILE
     k_tiles = torch.arange(-(-k_len // TILE), device=device) + k_offset // TILE
     return k_tiles <= q_tiles[:, None]
+
+
+def num_causal_tiles(q_len: int, q_offset: int) -> int:
+    """Return how many tiles hold a key that queries from `q_offset` on see, of one head.
+
+    In tokens; `q_offset` is a multiple of `TILE`, and the keys begin at 0. The sum of
+    `causal_tiles(q_len, q_offset + q_len, q_offset, 0)` without a device.
+    """
+    count = -(-q_len // TILE)
+    return count * (q_offset // TILE) + count * (count + 1) // 2
 
 
 def _check(

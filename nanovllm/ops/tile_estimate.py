@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.ops.xattn_reference import TILE
+from nanovllm.ops.block_sparse import TILE
 
 _LOG2_E = 1.4426950408889634
 

@@ -9,7 +9,7 @@ n * stride + stride - 1. Memory grows with `q_len * k_len`.
 import torch
 import torch.nn.functional as F
 
-TILE = 128
+from nanovllm.ops.backends.base import TILE
 
 
 def group_scores(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from rigged_models import NUM_HAY, needle_token, question_token, write_retrieval_model
 from sparse_parity import TILE, Chooser, SparseReference, chosen_by_mass
+from tile_recorder import Recorder
 from tiny_models import (
     LOGPROB_TOLERANCE,
     VOCAB_SIZE,
@@ -60,22 +61,6 @@ def xattn(threshold: float, stride: int = 8, estimator: str = "group", **options
         "sparse_estimator": estimator,
         "sparse_min_len": 0,
     } | {f"sparse_{name}": value for name, value in options.items()}
-
-
-class Recorder(XAttentionBSAPolicy):
-    """Remembers the tiles of each layer, by query tile."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.rows: dict[tuple[int, int], torch.Tensor] = {}
-
-    def select_tiles(self, source: Any, ctx: Any) -> torch.Tensor | None:
-        tiles = super().select_tiles(source, ctx)
-        assert tiles is not None
-        first = ctx.num_history_tokens // TILE
-        for i in range(tiles.shape[1]):
-            self.rows[ctx.layer_id, first + i] = tiles[:, i, : first + i + 1].clone()
-        return tiles
 
 
 # C53: the original's choice.

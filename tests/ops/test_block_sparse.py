@@ -22,7 +22,12 @@ from tolerances import assert_close, assert_lse_close, relative_rms
 from nanovllm.errors import BackendUnavailableError
 from nanovllm.ops.attention import flash_attn_with_lse, merge_attention_outputs
 from nanovllm.ops.backends import torch_block_sparse
-from nanovllm.ops.block_sparse import TILE, block_sparse_attention, causal_tiles
+from nanovllm.ops.block_sparse import (
+    TILE,
+    block_sparse_attention,
+    causal_tiles,
+    num_causal_tiles,
+)
 
 LENGTHS = [1, 2, 127, 128, 129, 255, 256, 300, 385, 511, 700]
 
@@ -176,6 +181,12 @@ def test_sinks_are_the_first_keys():
     triangle = TILE * (TILE + 1) // 2
     assert counts.sum() == triangle + (length - TILE) * TILE
     assert computed_cells(row, length, length).sum() == triangle
+
+
+@pytest.mark.parametrize(("q_len", "q_offset"), [(1, 0), (128, 128), (300, 0), (129, 640)])
+def test_number_of_causal_tiles(q_len, q_offset):
+    tiles = causal_tiles(q_len, q_offset + q_len, q_offset, 0, torch.device("cpu"))
+    assert num_causal_tiles(q_len, q_offset) == tiles.sum()
 
 
 def test_causal_tiles():

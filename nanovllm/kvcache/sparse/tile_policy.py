@@ -11,7 +11,7 @@ from nanovllm.kvcache.source import KVSource
 from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy, attend_to_pieces
 from nanovllm.log import get_logger
 from nanovllm.metrics.density import DensityStats
-from nanovllm.ops.block_sparse import TILE, block_sparse_attention
+from nanovllm.ops.block_sparse import TILE, block_sparse_attention, num_causal_tiles
 
 logger = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class TilePolicy(SparsePolicy):
         """
         available = source.available_blocks
         tiles = self.select_tiles(source, ctx)
-        num_causal = _num_causal_tiles(ctx)
+        num_causal = num_causal_tiles(len(ctx.query), ctx.num_history_tokens)
         if tiles is None:
             self._density.add_dense(ctx.layer_id, ctx.query.shape[1], num_causal)
             if ctx.layer_id == 0:
@@ -134,10 +134,3 @@ def _needed_blocks(tiles: torch.Tensor, num_blocks: int, block_size: int) -> tor
 
 def _pick(available: Seq[int], chosen: torch.Tensor) -> list[int]:
     return [block for block, keep in zip(available, chosen.tolist(), strict=True) if keep]
-
-
-def _num_causal_tiles(ctx: PolicyContext) -> int:
-    """Return how many tiles of one head hold a visible key."""
-    first = ctx.num_history_tokens // TILE
-    count = -(-len(ctx.query) // TILE)
-    return count * first + count * (count + 1) // 2

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.ops.block_sparse import TILE
 from nanovllm.ops.kernels.tile_merge import row_lse
 from nanovllm.ops.tile_estimate import TileShares, score_scale
-from nanovllm.ops.xattn_reference import TILE
 
 
 @dataclass(frozen=True)

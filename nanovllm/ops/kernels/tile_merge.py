@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.ops.block_sparse import TILE
 from nanovllm.ops.tile_estimate import TileShares, empty_masses
-from nanovllm.ops.xattn_reference import TILE
 
 _LSE_ROWS = 64
 _LSE_STEP = 16  # blocks at a time: part of the order of the sums

@@ -10,6 +10,7 @@ from jitter import delayed_streams
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.hazards import HazardError
 from nanovllm.eval.needle import build_task, run_task
+from nanovllm.ops.block_sparse import TILE
 
 pytestmark = pytest.mark.gpu
 
@@ -96,7 +97,8 @@ def assert_steps_do_not_wait(llm: LLM, max_tokens: int) -> None:
 
     llm.engine._runner.run = watched
     generate(llm, prompts(), max_tokens)
-    assert max(calls) >= CHUNK
+    # Where tiles are chosen, a chunk is whole ones.
+    assert max(calls) >= CHUNK - CHUNK % TILE
 
 
 def assert_nearly_same_choice(ours, theirs, dtype: str) -> None:

@@ -21,6 +21,8 @@ class Recorder(XAttentionBSAPolicy):
         tiles = super().select_tiles(source, ctx)
         assert tiles is not None
         first = ctx.num_history_tokens // TILE
+        if not first:
+            self.rows = {key: rows for key, rows in self.rows.items() if key[0] != ctx.layer_id}
         for i in range(tiles.shape[1]):
             self.rows[ctx.layer_id, first + i] = tiles[:, i, : first + i + 1].clone()
         return tiles

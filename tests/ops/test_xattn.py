@@ -176,7 +176,7 @@ def test_rows_without_keys_add_nothing(ops):
     assert (row_max[:, :, 3] == -INF).all()
     assert (row_sum[:, :, 3] == 0).all()
     sums = ops.sums(scores, row_max, row_sum, 8, 16, 16, 24, 1.0)
-    assert_close(sums.sum(-1), torch.full((1, 2, 1), 7.0))
+    assert_close(sums.sum(-1), torch.full((1, 2, 1), 7.0, device=ops.device))
 
 
 @given(data=st.data())
@@ -220,7 +220,7 @@ def check_three_stages(ops, data):
             piece, *merged, *args, key_start=first
         )
     assert_close(sums, whole)
-    assert_close(sums.sum((-2, -1)), torch.full((1, 2), float(rows)))
+    assert_close(sums.sum((-2, -1)), torch.full((1, 2), float(rows), device=ops.device))
 
 
 # The estimate

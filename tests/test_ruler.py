@@ -3,12 +3,14 @@
     python tests/test_ruler.py                                   # demo model, 11 tasks, 4096 tokens
     python tests/test_ruler.py --datasets niah_single_2 vt --lengths 2048 4096 --num-samples 20
     python tests/test_ruler.py --model DIR --data-dir DIR --enable-offload --sparse-policy XATTN_BSA
-    python tests/test_ruler.py --compare FULL XATTN_BSA:threshold=0.9,stride=16,estimator=row
+    python tests/test_ruler.py --compare FULL XATTN_BSA:threshold=0.9,stride=16,estimator=row \\
+        --json-output answers.jsonl --html-output report.html --plot-output report.png
 
 Without --data-dir the samples are generated. --compare runs the same prompts under each policy and
 sets every one against the first; with one policy, it is set against --sparse-policy. Answers in
 --json-output are kept: the same command goes on where it was interrupted, and another policy, task,
-length or number of samples adds to them.
+length or number of samples adds to them. Where nothing is left to do, the report is made from the
+answers alone: the model is not opened, unless it is needed to read --data-dir.
 
 TTFT is without the wait for the prompts before. Exit status: 0 all prompts were answered, 1 some
 failed, 2 the call was wrong.
@@ -17,17 +19,22 @@ failed, 2 the call was wrong.
 import argparse
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanovllm import BackendUnavailableError, CapacityError, ConfigError
 from nanovllm.eval.ruler import TASKS, get_task
-from nanovllm.eval.ruler.answers import AnswerFile
+from nanovllm.eval.ruler.answers import Answer, AnswerFile
+from nanovllm.eval.ruler.page import render_page
+from nanovllm.eval.ruler.plot import check_plot, draw
 from nanovllm.eval.ruler.policies import PolicySpec, make_policy, parse_policy
-from nanovllm.eval.ruler.report import describe, describe_pairs
+from nanovllm.eval.ruler.report import as_markdown, as_text
 from nanovllm.eval.ruler.study import Plan, Study, tasks_in
+from nanovllm.eval.ruler.summary import StudySummary, summarise
 
 GENERATED = [name for name, task in TASKS.items() if not task.needs_file]
 SPARSE_OPTIONS = (
@@ -68,6 +75,9 @@ def run(*argv):
         (["--sample-indices", "1,x"], "sample-indices"),
         (["--sample-indices", "3-1"], "sample-indices"),
         (["--num-samples", "0"], "num-samples"),
+        (["--plot-output", "a.png"], "--plot-output draws differences: give --compare"),
+        (["--compare", "XATTN_BSA", "--plot-output", "a.pdf"], "must end in .png or .svg"),
+        (["--html-output", "tests"], "--html-output tests is a directory"),
     ],
 )
 def test_wrong_calls_say_what_is_wrong(argv, reason, capsys):
@@ -127,6 +137,43 @@ def test_demo_model_answers_and_a_study_goes_on_where_it_was(tmp_path, capsys):
     assert lines_of(path) == after
 
 
+def test_reports_are_made_from_answers_alone(tmp_path, capsys, monkeypatch):
+    """Where every prompt is answered, the model is not opened."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("nanovllm.eval.ruler.study.LLM", None)
+    path, reports = tmp_path / "answers.jsonl", tmp_path / "reports"
+    options = ["--datasets", "vt", "--num-samples", "1", "--json-output", str(path)]
+    options += ["--compare", "FULL", "XATTN_BSA"]
+    answers = [
+        Answer(
+            policy=policy,
+            task="vt",
+            length=4096,
+            index=0,
+            prompt="00ff",
+            outputs=["ABCDE"],
+            answer=f"It is {policy}.",
+            score=score,
+            tile_density=1 - score / 2,
+            ttft_ms=20.0,
+            num_prompt_tokens=4000,
+            num_output_tokens=5,
+        )
+        for policy, score in (("FULL", 0.0), ("XATTN_BSA", 1.0))
+    ]
+    AnswerFile(path, _settings(_parser().parse_args(options))).add(answers)
+    for kind, name in (("markdown", "a.md"), ("html", "a.html"), ("plot", "a.png")):
+        options += [f"--{kind}-output", str(reports / name)]
+    assert run(*options) == 0
+    assert re.search(r"XATTN_BSA against FULL\n.*\nvt +4096 +1 +0\.000", capsys.readouterr().out)
+    assert "## `XATTN_BSA` against `FULL`\n" in (reports / "a.md").read_text(encoding="utf-8")
+    page = (reports / "a.html").read_text(encoding="utf-8")
+    assert "python tests/test_ruler.py --datasets vt --num-samples 1 --json-output" in page
+    assert "It is FULL." in page
+    assert "It is XATTN_BSA." in page
+    assert (reports / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.slow
 def test_policies_are_compared_on_the_same_prompts(tmp_path, capsys):
     """With offload: the sparse policy skips tiles, and each prompt is answered under both."""
@@ -134,7 +181,9 @@ def test_policies_are_compared_on_the_same_prompts(tmp_path, capsys):
     sparse, label = "XATTN_BSA:threshold=0.90,min_len=0", "XATTN_BSA:min_len=0,threshold=0.9"
     options = ["--datasets", "niah_multikey_1", "--lengths", 1500, "--num-samples", 2]
     options += ["--enable-offload", "--block-size", 256, "--num-gpu-blocks", 4, "--quiet"]
-    assert run(*options, "--compare", "FULL", sparse, "--json-output", path) == 0
+    page = tmp_path / "report.html"
+    options += ["--compare", "FULL", sparse, "--json-output", path, "--html-output", page]
+    assert run(*options) == 0
     out = capsys.readouterr().out
     rows = lines_of(path)[1:]
     assert [row["policy"] for row in rows] == ["FULL"] * 2 + [
@@ -144,7 +193,8 @@ def test_policies_are_compared_on_the_same_prompts(tmp_path, capsys):
     assert {row["tile_density"] for row in rows[:2]} == {1}
     assert 0.1 < rows[2]["tile_density"] < 0.95
     assert f"{label} against FULL" in out
-    assert re.search(r"niah_multikey_1 +1500 +2 +\d\.\d{3} +\d\.\d{3} +", out)
+    assert f"{label} 2 prompts" in re.sub("<[^>]*>", "", page.read_text(encoding="utf-8"))
+    assert re.search(r"niah_multikey_1 +1500 +2 +\d\.\d{3} \[.*\] +\d\.\d{3} \[", out)
 
 
 @pytest.mark.slow
@@ -172,6 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         study, policies = _study(args), _policies(args)
+        _check_outputs(args, policies)
         options = {
             "max_model_len": args.max_model_len or (None if args.data_dir else max(args.lengths)),
             "kvcache_block_size": args.block_size,
@@ -182,16 +233,43 @@ def main(argv: list[str] | None = None) -> int:
             "num_gpu_blocks": args.num_gpu_blocks,
         }
         answers = {policy.label: study.run(args.model, policy, options) for policy in policies}
-        for label, of_policy in answers.items():
-            print(f"{label}\n{describe(of_policy)}\n")
-        base = policies[0].label
-        for label in list(answers)[1:]:
-            print(f"{label} against {base}\n{describe_pairs(answers[base], answers[label])}\n")
+        for reason in study.errors:
+            print(reason, file=sys.stderr)
+        summary = summarise(answers)
+        print(as_text(summary))
+        words = sys.argv[1:] if argv is None else argv
+        _write_reports(args, summary, shlex.join(["python", "tests/test_ruler.py", *words]))
     except (ConfigError, CapacityError, BackendUnavailableError) as error:
         parser.error(str(error))
-    for reason in study.errors:
-        print(reason, file=sys.stderr)
     return 1 if study.errors else 0
+
+
+def _check_outputs(args: argparse.Namespace, policies: list[PolicySpec]) -> None:
+    """Refuse reports that could not be written, before the answers are waited for."""
+    for kind in ("markdown", "html", "plot"):
+        path = getattr(args, f"{kind}_output")
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ConfigError(f"--{kind}-output {path} is a directory: name a file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--{kind}-output {path}: {error}") from error
+    if args.plot_output:
+        if len(policies) < 2:
+            raise ConfigError("--plot-output draws differences: give --compare")
+        check_plot(args.plot_output)
+
+
+def _write_reports(args: argparse.Namespace, summary: StudySummary, command: str) -> None:
+    if args.markdown_output:
+        args.markdown_output.write_text(as_markdown(summary), encoding="utf-8")
+    if args.html_output:
+        page = render_page(summary, command=command, settings=_settings(args))
+        args.html_output.write_text(page, encoding="utf-8")
+    if args.plot_output:
+        draw(summary, args.plot_output)
 
 
 def _study(args: argparse.Namespace) -> Study:
@@ -213,19 +291,22 @@ def _study(args: argparse.Namespace) -> Study:
         question_file=args.question_file,
         max_new_tokens=args.max_new_tokens,
     )
-    # What must be alike of all answers in a file.
-    shared = ("model", "device", "dtype", "seed", "max_new_tokens")
-    shared += ("enable_offload", "num_gpu_blocks", "block_size")
-    settings = {name: getattr(args, name) for name in shared} | {
-        name: str(path) if (path := getattr(args, name)) else None
-        for name in ("data_dir", "question_file")
-    }
     return Study(
         plan,
-        file=AnswerFile(args.json_output, settings) if args.json_output else None,
+        file=AnswerFile(args.json_output, _settings(args)) if args.json_output else None,
         show=(lambda line: None) if args.quiet else lambda line: print(line, flush=True),
         use_tqdm=not args.quiet,
     )
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what must be alike of all answers in a file."""
+    shared = ("model", "device", "dtype", "seed", "max_new_tokens")
+    shared += ("enable_offload", "num_gpu_blocks", "block_size")
+    return {name: getattr(args, name) for name in shared} | {
+        name: str(path) if (path := getattr(args, name)) else None
+        for name in ("data_dir", "question_file")
+    }
 
 
 def _policies(args: argparse.Namespace) -> list[PolicySpec]:
@@ -294,6 +375,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--sparse-dense-layers", type=int, help="the first layers that are dense")
     add("--compare", nargs="+", metavar="POLICY", help="such as FULL, XATTN_BSA:threshold=0.9")
     add("--json-output", type=Path, help="file of answers, a JSON line each; made or added to")
+    add("--markdown-output", type=Path, help="file for the tables, in Markdown")
+    add("--html-output", type=Path, help="file for the report: tables, and prompts that differ")
+    add("--plot-output", type=Path, help="file for a picture, .png or .svg; needs --compare")
     add("--quiet", action="store_true", help="print the tables alone")
     return parser
 

@@ -10,28 +10,35 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nanovllm.errors import BackendUnavailableError
 from nanovllm.ops.block_sparse import TILE, causal_tiles
+from nanovllm.tools.card import (
+    GRID,
+    NORMAL,
+    PAD,
+    SMALL,
+    SOFT,
+    TEXT,
+    WIDTH,
+    add_axes,
+    card_style,
+    draw_heading,
+    new_card,
+    require_matplotlib,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 1800
-"""Pixels of the picture, twice what a page shows, so that it is sharp on dense screens."""
 MAX_COLUMNS = 5
 """Panels that fit beside each other with their titles."""
 
-# Lengths are in pixels. The card is opaque, so that the picture reads alike on any page.
-_DPI = 200
-_PAD, _GUTTER, _MIN_GAP, _MAX_SIDE = 52, 76, 28, 600
+# Lengths are in pixels.
+_GUTTER, _MIN_GAP, _MAX_SIDE = 76, 28, 600
 _HEAD, _TITLE, _ROW_GAP, _TICKS = 92, 42, 30, 78
 _CHART_HEAD, _CHART = 88, 220
-_CARD, _EDGE, _GRID = "#ffffff", "#d1d9e0", "#e6eaef"
 _FUTURE, _SKIPPED, _KEPT = "#f6f8fa", "#d4dde8", "#0b5cad"
 _SHOWN_BAR, _OTHER_BAR, _SPREAD, _NEEDLE = "#5b9bdb", "#c5d9ef", "#2a333d", "#bc4c00"
-_TEXT, _SOFT = "#1f2328", "#59636e"
-_BIG, _NORMAL, _SMALL = 9.5, 8.5, 7.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +62,6 @@ class Selection:
         return float(np.mean(self.density_by_head))
 
 
-def require_matplotlib() -> None:
-    """Raise `BackendUnavailableError`, which names the extra, if there is no matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise BackendUnavailableError(
-            "drawing needs matplotlib: pip install 'nanovllm[plots]'"
-        ) from error
-
-
 def draw(selection: Selection, path: str | Path) -> None:
     """Write a PNG: a panel for each layer (column) and head (row), and the density by layer.
 
@@ -76,31 +73,27 @@ def draw(selection: Selection, path: str | Path) -> None:
         BackendUnavailableError: matplotlib is not installed.
     """
     require_matplotlib()
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     layers = list(dict.fromkeys(layer for layer, _ in selection.tiles))
     heads = list(dict.fromkeys(head for _, head in selection.tiles))
     num_tiles = -(-selection.num_tokens // TILE)
     side, gap = _panel_size(len(layers), num_tiles)
     height = _HEAD + len(heads) * (_TITLE + side + _ROW_GAP) - _ROW_GAP + _TICKS
     height += _CHART_HEAD + _CHART + _TICKS
-    with rc_context({"font.family": "DejaVu Sans", "axes.unicode_minus": False}):
-        figure = Figure(figsize=(WIDTH / _DPI, height / _DPI), dpi=_DPI, facecolor="none")
-        _draw_card(figure, height)
+    with card_style():
+        figure = new_card(height)
         _draw_head(figure, height, selection)
         for row, head in enumerate(heads):
             top = _HEAD + row * (_TITLE + side + _ROW_GAP) + _TITLE
             for column, layer in enumerate(layers):
-                left = _PAD + _GUTTER + column * (side + gap)
-                axes = _axes(figure, left, top, side, side)
+                left = PAD + _GUTTER + column * (side + gap)
+                axes = add_axes(figure, left, top, side, side)
                 _draw_panel(axes, selection, layer, head)
                 _label_axes(axes, selection, last_row=head == heads[-1], first=column == 0)
         top = height - _TICKS - _CHART
-        axes = _axes(figure, _PAD + _GUTTER, top, WIDTH - 2 * _PAD - _GUTTER, _CHART)
+        axes = add_axes(figure, PAD + _GUTTER, top, WIDTH - 2 * PAD - _GUTTER, _CHART)
         _draw_densities(axes, selection.density_by_head, layers)
         y = 1 - (top - _CHART_HEAD // 2) / height
-        _draw_heading(figure, y, "By layer", "bar: mean of the heads; line: lowest to highest head")
+        draw_heading(figure, y, "By layer", "bar: mean of the heads; line: lowest to highest head")
         # Without the version of matplotlib in it, the same picture is the same file.
         figure.savefig(path, format="png", metadata={"Software": None})
 
@@ -110,7 +103,7 @@ def _panel_size(num_columns: int, num_tiles: int) -> tuple[int, int]:
 
     What the last column leaves goes into the gaps, so that panels end where the chart below does.
     """
-    room = WIDTH - 2 * _PAD - _GUTTER
+    room = WIDTH - 2 * PAD - _GUTTER
     side = min(_MAX_SIDE, (room - (num_columns - 1) * _MIN_GAP) // num_columns)
     if side >= num_tiles:
         side -= side % num_tiles
@@ -118,56 +111,21 @@ def _panel_size(num_columns: int, num_tiles: int) -> tuple[int, int]:
     return side, min(gap, 3 * _MIN_GAP)
 
 
-def _axes(figure: Figure, left: int, top: int, width: int, height: int) -> Axes:
-    """Return axes whose upper left corner is `left`, `top` pixels from the picture's."""
-    total = figure.get_figheight() * _DPI
-    bottom = total - top - height
-    axes = figure.add_axes((left / WIDTH, bottom / total, width / WIDTH, height / total))
-    axes.tick_params(length=0, labelsize=_SMALL, labelcolor=_SOFT, pad=5)
-    axes.spines[:].set_visible(False)
-    axes.set_facecolor("none")
-    return axes
-
-
-def _draw_card(figure: Figure, height: int) -> None:
-    from matplotlib.patches import FancyBboxPatch
-    from matplotlib.transforms import Affine2D
-
-    card = FancyBboxPatch(
-        (2, 2),
-        WIDTH - 4,
-        height - 4,
-        boxstyle="round,pad=0,rounding_size=16",
-        facecolor=_CARD,
-        edgecolor=_EDGE,
-        linewidth=2 * 72 / _DPI,
-        transform=Affine2D(),
-        zorder=-1,
-    )
-    figure.add_artist(card)
-
-
 def _draw_head(figure: Figure, height: int, selection: Selection) -> None:
     """Write what the picture says, and what the colours mean."""
     y = 1 - 54 / height
-    _draw_heading(figure, y, f"{selection.density:.0%} of the causal tiles kept", selection.label)
+    draw_heading(figure, y, f"{selection.density:.0%} of the causal tiles kept", selection.label)
     legend = [("s", _KEPT, "kept"), ("s", _SKIPPED, "skipped")]
     if selection.needle is not None:
         legend.append(("^", _NEEDLE, "needle"))
-    right = float(WIDTH - _PAD)
+    right = float(WIDTH - PAD)
     for marker, color, word in reversed(legend):
         text = figure.text(
-            right / WIDTH, y, word, fontsize=_NORMAL, color=_SOFT, va="center", ha="right"
+            right / WIDTH, y, word, fontsize=NORMAL, color=SOFT, va="center", ha="right"
         )
         right = text.get_window_extent().x0 - 22
         _mark(figure, right / WIDTH, y, marker, color)
         right -= 44
-
-
-def _draw_heading(figure: Figure, y: float, title: str, more: str) -> None:
-    style = {"fontsize": _BIG, "fontweight": "bold", "color": _TEXT, "va": "center"}
-    end = figure.text(_PAD / WIDTH, y, title, style).get_window_extent().x1
-    figure.text((end + 28) / WIDTH, y, more, fontsize=_NORMAL, color=_SOFT, va="center")
 
 
 def _mark(figure: Figure, x: float, y: float, marker: str, color: str) -> None:
@@ -193,7 +151,7 @@ def _draw_panel(axes: Axes, selection: Selection, layer: int, head: int) -> None
     above = axes.transAxes.transform((0, 1))[1] + 12
     y = axes.transAxes.inverted().transform((0, above))[1]
     for x, text, align, color, weight in (
-        (0, f"layer {layer}, head {head}", "left", _TEXT, "normal"),
+        (0, f"layer {layer}, head {head}", "left", TEXT, "normal"),
         (1, f"{selection.density_by_head[layer][head]:.0%}", "right", _KEPT, "bold"),
     ):
         axes.text(
@@ -202,7 +160,7 @@ def _draw_panel(axes: Axes, selection: Selection, layer: int, head: int) -> None
             text,
             ha=align,
             color=color,
-            fontsize=_NORMAL,
+            fontsize=NORMAL,
             fontweight=weight,
             transform=axes.transAxes,
         )
@@ -220,9 +178,9 @@ def _label_axes(axes: Axes, selection: Selection, *, last_row: bool, first: bool
     top.set_verticalalignment("top")
     bottom.set_verticalalignment("bottom")
     if first:
-        axes.set_ylabel("query token", fontsize=_SMALL, color=_SOFT, labelpad=-8)
+        axes.set_ylabel("query token", fontsize=SMALL, color=SOFT, labelpad=-8)
     if last_row:
-        axes.set_xlabel("key token", fontsize=_SMALL, color=_SOFT, labelpad=-3)
+        axes.set_xlabel("key token", fontsize=SMALL, color=SOFT, labelpad=-3)
     if selection.needle is not None:
         # Where the needle's tile column is, just below the panel.
         middle = (selection.needle[0] // TILE + selection.needle[-1] // TILE + 1) / 2 * TILE
@@ -268,5 +226,5 @@ def _draw_densities(
     step = -(-num_layers // 40)
     axes.set_xticks(range(0, num_layers, step))
     axes.set_yticks([0, 0.5, 1], ["0", "50%", "100%"])
-    axes.yaxis.grid(True, color=_GRID, linewidth=0.7, zorder=0)
-    axes.set_xlabel("layer", fontsize=_SMALL, color=_SOFT, labelpad=3)
+    axes.yaxis.grid(True, color=GRID, linewidth=0.7, zorder=0)
+    axes.set_xlabel("layer", fontsize=SMALL, color=SOFT, labelpad=3)

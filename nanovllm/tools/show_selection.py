@@ -28,7 +28,8 @@ from nanovllm.kvcache.sparse.xattn_bsa import XAttentionBSAPolicy
 from nanovllm.llm import LLM
 from nanovllm.ops.block_sparse import TILE, causal_tiles
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tools.selection_plot import MAX_COLUMNS, Selection, draw, require_matplotlib
+from nanovllm.tools.card import require_matplotlib
+from nanovllm.tools.selection_plot import MAX_COLUMNS, Selection, draw
 
 
 class TileRecorder(XAttentionBSAPolicy):

@@ -12,7 +12,6 @@ from nanovllm import LLM, ConfigError
 from nanovllm.eval.ruler import generate
 from nanovllm.eval.ruler.answers import Answer, AnswerFile, answer_samples
 from nanovllm.eval.ruler.policies import make_policy, parse_policy
-from nanovllm.eval.ruler.report import describe, describe_pairs
 from nanovllm.eval.ruler.statistics import mean_difference, mean_score, sign_test
 from nanovllm.eval.ruler.study import Plan, Study, tasks_in
 from nanovllm.kvcache.sparse.registry import SparsePolicyType
@@ -259,30 +258,3 @@ def test_sign_test(wins, losses, p):
 
 def test_sign_test_of_many_pairs():
     assert sign_test(900, 1100) == pytest.approx(8.5e-6, rel=0.05)
-
-
-# Tables
-
-
-def test_tables_hold_a_line_for_each_task_and_length():
-    table = describe(answers([1, 0.5, 0.25, 1]) + answers([0], task="cwe", length=2048))
-    header, first, second = table.splitlines()
-    assert header.split()[:3] == ["task", "length", "n"]
-    assert first.split()[:4] == ["vt", "1024", "4", "0.688"]
-    assert first.split()[-3:] == ["75%", "1.000", "12"]
-    assert second.split()[:4] == ["cwe", "2048", "1", "0.000"]
-    assert len({len(line) for line in table.splitlines()}) == 1
-
-
-def test_pairs_are_of_the_samples_that_both_answered():
-    base = answers([1, 1, 0.5, 0, 1])
-    other = answers([1, 0.5, 1, 0], policy="X", tile_density=0.25, ttft_ms=25.0)
-    _, line = describe_pairs(base, other[::-1]).splitlines()
-    cells = line.split()
-    assert cells[:5] == ["vt", "1024", "4", "0.625", "0.625"]
-    assert cells[-5:] == ["1", "1", "1.000", "0.250", "2.00"]
-
-
-def test_pairs_of_different_prompts_are_refused():
-    with pytest.raises(ConfigError, match="answered different prompts"):
-        describe_pairs(answers([1]), answers([1], prompt="other"))

@@ -1,93 +1,95 @@
-"""Tables of answers: by task and length, and of two policies on the same prompts."""
+"""What a study found as tables, in plain text and in Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
-from nanovllm.errors import ConfigError
-from nanovllm.eval.ruler.answers import Answer
-from nanovllm.eval.ruler.scoring import PASS_SCORE
-from nanovllm.eval.ruler.statistics import mean_difference, mean_score, sign_test
+from nanovllm.eval.ruler.statistics import Estimate
+from nanovllm.eval.ruler.summary import GroupSummary, PairSummary, StudySummary
 
-_Group = tuple[str, int]
+_Row = tuple[str, ...]
 
-
-def describe(answers: Sequence[Answer]) -> str:
-    """Return a table of one policy's answers: a line for each task and length."""
-    rows = [("task", "length", "n", "score [95%]", "passed", "density", "TTFT ms")]
-    for (task, length), group in _grouped(answers).items():
-        passed = sum(answer.score >= PASS_SCORE for answer in group) / len(group)
-        rows.append(
-            (
-                task,
-                str(length),
-                str(len(group)),
-                str(mean_score([answer.score for answer in group])),
-                f"{passed:.0%}",
-                f"{_mean(answer.tile_density for answer in group):.3f}",
-                f"{_mean(answer.ttft_ms for answer in group):.0f}",
-            )
-        )
-    return _table(rows)
+_POLICY_HEADER = ("task", "length", "n", "score [95%]", "passed", "density", "TTFT ms")
+_PAIR_HEADER = (
+    *("task", "length", "n", "base [95%]", "this [95%]", "difference [95%]"),
+    *("wins", "losses", "p", "density", "TTFT x"),
+)
 
 
-def describe_pairs(base: Sequence[Answer], other: Sequence[Answer]) -> str:
-    """Return a table of what `other` gains over `base` on the prompts that both answered.
+def as_text(study: StudySummary) -> str:
+    """Return a table for each policy, then one for each that is set against the first.
 
-    Columns: both mean scores; the mean difference with its 95% interval; prompts with a higher and
-    a lower score; the p value of the exact sign test; tile density of `other`; its time to the
-    first token as a multiple of `base`'s.
-
-    Raises:
-        ConfigError: a sample of the same number had another prompt.
+    A policy's columns are: task; length; prompts; mean score with its 95% interval; share of the
+    prompts that passed; tile density; median time to the first token in milliseconds. A comparison's:
+    task; length; prompts; both mean scores; the mean difference; prompts with a higher and with a
+    lower score; the p value of the exact sign test; tile density; time to the first token as a
+    multiple of the base's. Rows over several tasks are named `all`.
     """
-    names = ("task", "length", "n", "base", "this", "difference [95%]", "wins", "losses")
-    rows = [(*names, "p", "density", "TTFT x")]
-    others = _grouped(other)
-    for (task, length), group in _grouped(base).items():
-        by_index = {answer.index: answer for answer in others.get((task, length), [])}
-        pairs = [(answer, by_index[answer.index]) for answer in group if answer.index in by_index]
-        if not pairs:
-            continue
-        if any(before.prompt != after.prompt for before, after in pairs):
-            raise ConfigError(
-                f"{task} at length {length}: the two policies answered different prompts"
-            )
-        gains = [after.score - before.score for before, after in pairs]
-        wins, losses = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
-        rows.append(
-            (
-                task,
-                str(length),
-                str(len(pairs)),
-                f"{_mean(before.score for before, _ in pairs):.3f}",
-                f"{_mean(after.score for _, after in pairs):.3f}",
-                str(mean_difference(gains)),
-                str(wins),
-                str(losses),
-                f"{sign_test(wins, losses):.3f}",
-                f"{_mean(after.tile_density for _, after in pairs):.3f}",
-                f"{_ratio(pairs):.2f}",
-            )
+    return "\n\n".join(f"{title}\n{_text_table(rows)}" for title, rows in _tables(study, "{}"))
+
+
+def as_markdown(study: StudySummary) -> str:
+    """Return the tables of `as_text` in Markdown, each under a heading."""
+    return "\n".join(
+        f"## {title}\n\n{_markdown_table(rows)}\n" for title, rows in _tables(study, "`{}`")
+    )
+
+
+def length_text(lengths: tuple[int, int]) -> str:
+    """Return the shortest and the longest length as `4096` or `4096-8192`."""
+    return "-".join(map(str, dict.fromkeys(lengths)))
+
+
+def p_text(p_value: float) -> str:
+    """Return a p value with three decimals, or that it is less than they can tell."""
+    return f"{p_value:.3f}" if p_value >= 0.001 else "<0.001"
+
+
+def _tables(study: StudySummary, label: str) -> Iterator[tuple[str, list[_Row]]]:
+    """Yield titles and rows; `label` is the format of a policy's label in a title."""
+    for policy in study.policies:
+        yield (
+            label.format(policy.label),
+            [_POLICY_HEADER, *map(_policy_row, policy.figures.rows)],
         )
-    return _table(rows)
+    for pair in study.comparisons:
+        yield (
+            f"{label.format(pair.other)} against {label.format(pair.base)}",
+            [_PAIR_HEADER, *map(_pair_row, pair.figures.rows)],
+        )
 
 
-def _grouped(answers: Iterable[Answer]) -> dict[_Group, list[Answer]]:
-    groups: dict[_Group, list[Answer]] = {}
-    for answer in answers:
-        groups.setdefault((answer.task, answer.length), []).append(answer)
-    return groups
+def _policy_row(group: GroupSummary) -> _Row:
+    return (
+        group.task or "all",
+        length_text(group.lengths),
+        str(group.num_prompts),
+        str(group.score),
+        f"{group.passed:.0%}",
+        f"{group.tile_density:.3f}",
+        f"{group.ttft_ms:.0f}",
+    )
 
 
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / len(values)
+def _pair_row(pair: PairSummary) -> _Row:
+    return (
+        pair.task or "all",
+        length_text(pair.lengths),
+        str(pair.num_prompts),
+        str(pair.base),
+        str(pair.other),
+        _signed(pair.difference),
+        str(pair.wins),
+        str(pair.losses),
+        p_text(pair.p_value),
+        f"{pair.tile_density:.3f}",
+        f"{pair.ttft_ratio:.2f}",
+    )
 
 
-def _ratio(pairs: Sequence[tuple[Answer, Answer]]) -> float:
-    return sum(after.ttft_ms for _, after in pairs) / sum(before.ttft_ms for before, _ in pairs)
+def _signed(difference: Estimate) -> str:
+    return f"{difference.value:+z.3f} [{difference.low:+z.3f}, {difference.high:+z.3f}]"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
+def _text_table(rows: Sequence[_Row]) -> str:
     """Return the rows with aligned columns, the first to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -97,3 +99,10 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
         )
         for row in rows
     )
+
+
+def _markdown_table(rows: Sequence[_Row]) -> str:
+    """Return the rows as a table whose first column is to the left, the others to the right."""
+    header, *body = rows
+    rule = (":--", *["--:"] * (len(header) - 1))
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *body))

@@ -1,0 +1,72 @@
+"""What a picture of a study shows: each policy's tile density and what it costs in score."""
+
+from dataclasses import dataclass, fields
+
+from nanovllm.config import Config
+from nanovllm.eval.ruler.policies import parse_policy
+from nanovllm.eval.ruler.statistics import Estimate
+from nanovllm.eval.ruler.summary import PairSummary, StudySummary
+from nanovllm.kvcache.sparse.registry import SparsePolicyType
+
+_DEFAULTS = {field.name: field.default for field in fields(Config)}
+_OF_FAMILY = ("sparse_estimator", "sparse_stride")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A policy at one length, over all tasks."""
+
+    family: str
+    """Its kind: of XATTN_BSA, estimator and stride; of others, the name."""
+    label: str
+    """Its other options, with XATTN_BSA's threshold as a bare number; without any, its kind."""
+    guarded: bool
+    """Whether it has a guard."""
+    tile_density: float
+    """In (0, 1]."""
+    difference: Estimate
+    """Mean difference of the score to the base, in points, which are hundredths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The policies at one length."""
+
+    lengths: tuple[int, int]
+    """The shortest and the longest, in tokens."""
+    points: tuple[Point, ...]
+
+
+def panels_of(study: StudySummary) -> list[Panel]:
+    """Return a panel for each length at which the base and another policy answered a prompt."""
+    panels = []
+    for length in study.lengths:
+        found = {
+            comparison.other: pair
+            for comparison in study.comparisons
+            if (pair := comparison.figures.total_at(length))
+        }
+        if found:
+            lengths = [each for pair in found.values() for each in pair.lengths]
+            points = tuple(_point(label, pair) for label, pair in found.items())
+            panels.append(Panel((min(lengths), max(lengths)), points))
+    return panels
+
+
+def _point(policy: str, pair: PairSummary) -> Point:
+    options = parse_policy(policy).options
+    kind = options.pop("sparse_policy")
+    family, words = kind.name, []
+    if kind is SparsePolicyType.XATTN_BSA:
+        estimator, stride = (options.pop(name, _DEFAULTS[name]) for name in _OF_FAMILY)
+        family = f"{estimator}, stride {stride}"
+        words.append(str(options.pop("sparse_threshold", _DEFAULTS["sparse_threshold"])))
+    words += [f"{name.removeprefix('sparse_')} {value}" for name, value in options.items()]
+    difference = pair.difference
+    return Point(
+        family,
+        ", ".join(words) or family,
+        "sparse_guard" in options,
+        pair.tile_density,
+        Estimate(100 * difference.value, 100 * difference.low, 100 * difference.high),
+    )

@@ -105,7 +105,7 @@ def test_tiles_and_answers_are_those_of_the_definition(sharp: Path, mode: str, c
     expected = reference.logits(prompt_of(length), output.token_ids).log_softmax(-1)
     for layer_id, tiles in enumerate(reference.tiles):
         for row in range(tiles.shape[1]):
-            assert torch.equal(policy.rows[layer_id, row], tiles[:, row, : row + 1])
+            assert torch.equal(policy.rows[0, layer_id, row], tiles[:, row, : row + 1])
     num_tiles = -(-length // TILE)
     causal = 4 * num_tiles * (num_tiles + 1) / 2
     assert density == pytest.approx(

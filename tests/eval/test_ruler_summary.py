@@ -38,6 +38,13 @@ def test_figures_of_a_pair():
     assert [pair.gain for pair in comparison.pairs] == [0, -1, 0.5, 0, 0, 0]
 
 
+def test_a_first_prompt_that_waits_for_compilers_tells_nothing_of_the_others():
+    slow_first = full([1], ttft_ms=4000.0) + full([1, 1], length=2048)
+    pair = summarise({"FULL": slow_first, SPARSE: sparse([1]) + sparse([1, 1], length=2048)})
+    assert pair.policies[0].figures.total.ttft_ms == 10
+    assert pair.comparisons[0].figures.total.ttft_ratio == 2.5
+
+
 def pair_of(base, other):
     return summarise({"FULL": full(base), SPARSE: sparse(other)}).comparisons[0].figures.total
 

@@ -40,7 +40,7 @@ class Adjustable(XAttentionBSAPolicy):
         """Take the options of a case."""
         estimator, stride, *guard = case.split(":")
         self.estimator, self.stride, self.threshold = estimator, int(stride), threshold
-        self.guard = self._gamma(threshold) if guard else None
+        self.guard = self._gamma(threshold) if guard else 1.0
 
     def survey(self, case: str, engine: Engine, prompt: list[int]) -> list[float]:
         """Return the tile density of each threshold, over every eighth layer."""

@@ -23,7 +23,6 @@ def main() -> int:
         max_model_len=4096,
         enable_offload=True,
         sparse_policy=XATTN_BSA,
-        sparse_threshold=0.9,
         sparse_min_len=0,  # a longer prompt is worth it; here it shows what is skipped
     ) as llm:
         print("\nA needle in a haystack:\n")

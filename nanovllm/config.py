@@ -79,19 +79,21 @@ class Config:
     `SparsePolicy` object. Decode uses it too if it can; see `decode_policy`."""
     decode_policy: "SparsePolicyType | SparsePolicy | None" = None
     """Which attention decode computes. None: `sparse_policy`, or `FULL` if that has no decode."""
-    sparse_threshold: float = 0.95
+    sparse_threshold: float | None = None
     """With XATTN_BSA, the share of a query tile's estimated attention mass that its kept tiles
-    hold, in [0, 1]; 1 is dense attention. From above 1 to 10 it is read as tenths: 9 is 0.9."""
-    sparse_estimator: SparseEstimator = "group"
-    """With XATTN_BSA, how the mass is estimated. `group`: XAttention's antidiagonal sums over
-    groups of `sparse_stride` tokens. `row`: a softmax for each query row, over every
-    `sparse_stride`-th key."""
-    sparse_stride: int = 8
-    """With XATTN_BSA, the estimate's stride: 4, 8 or 16 for `group`, 8, 16, 32 or 64 for `row`. The
-    estimate costs 1 / (2 * stride) of dense attention's arithmetic."""
+    hold, in [0, 1]; 1 is dense attention. From above 1 to 10 it is read as tenths: 9 is 0.9.
+    None: 0.85 for the estimator `row`, 0.95 for `group`."""
+    sparse_estimator: SparseEstimator = "row"
+    """With XATTN_BSA, how the mass is estimated. `row`: a softmax for each query row, over every
+    `sparse_stride`-th key. `group`: XAttention's antidiagonal sums over groups of `sparse_stride`
+    tokens."""
+    sparse_stride: int | None = None
+    """With XATTN_BSA, the estimate's stride: 8, 16, 32 or 64 for `row`, 4, 8 or 16 for `group`. The
+    estimate costs 1 / (2 * stride) of dense attention's arithmetic. None: 16 for `row`, 8 for
+    `group`."""
     sparse_guard: float | None = None
     """With XATTN_BSA, keep also every tile into which some row of the estimate puts more than this
-    share of its mass, in (0, 1). None: no guard."""
+    share of its mass, in (0, 1]; 1 is no guard. None: 0.5 for `row`, 1 for `group`."""
     sparse_chunk_size: int = 16384
     """With XATTN_BSA, queries that are estimated at a time, a multiple of 128; bounds the memory
     that an estimate takes. Smaller ones are slower."""
@@ -186,8 +188,8 @@ class Config:
             self._refuse(_OFFLOAD_ONLY, "a KV cache in host memory: set enable_offload=True")
 
     def _check_sparse(self) -> None:
-        threshold = _number("sparse_threshold", self.sparse_threshold, 0, 10)
-        if threshold > 1:
+        threshold = self.sparse_threshold
+        if threshold is not None and _number("sparse_threshold", threshold, 0, 10) > 1:
             threshold /= 10
             logger.info(
                 "sparse_threshold=%s is read as tenths: %s", self.sparse_threshold, threshold
@@ -195,13 +197,13 @@ class Config:
         object.__setattr__(self, "sparse_threshold", threshold)
         _one_of("sparse_estimator", self.sparse_estimator, get_args(SparseEstimator))
         strides = _STRIDES[self.sparse_estimator]
-        if self.sparse_stride not in strides:
+        if self.sparse_stride is not None and self.sparse_stride not in strides:
             raise ConfigError(
                 f"sparse_stride={self.sparse_stride!r} is none of "
                 f"{', '.join(map(str, strides))} of sparse_estimator={self.sparse_estimator!r}"
             )
-        if self.sparse_guard is not None and not 0 < _number("sparse_guard", self.sparse_guard) < 1:
-            raise ConfigError(f"sparse_guard={self.sparse_guard!r} is not a number in (0, 1)")
+        if self.sparse_guard is not None and not _number("sparse_guard", self.sparse_guard) > 0:
+            raise ConfigError(f"sparse_guard={self.sparse_guard!r} is not a number in (0, 1]")
         _number("sparse_vote_threshold", self.sparse_vote_threshold)
         _at_least("sparse_dense_layers", self.sparse_dense_layers, 0)
         _at_least("sparse_min_len", self.sparse_min_len, 0)

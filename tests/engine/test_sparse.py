@@ -66,11 +66,11 @@ def xattn(threshold: float, stride: int = 8, estimator: str = "group", **options
 # C53: the original's choice.
 
 LENGTHS = (1024, 1273, 1536)
-CHOICES: dict[str, tuple[float, int, str, float | None]] = {
-    "0.6 of S=8": (0.6, 8, "group", None),
-    "0.75 of S=16": (0.75, 16, "group", None),
-    "0.9 of S=8": (0.9, 8, "group", None),
-    "0.7 of rows, S=16": (0.7, 16, "row", None),
+CHOICES: dict[str, tuple[float, int, str, float]] = {
+    "0.6 of S=8": (0.6, 8, "group", 1),
+    "0.75 of S=16": (0.75, 16, "group", 1),
+    "0.9 of S=8": (0.9, 8, "group", 1),
+    "0.7 of rows, S=16": (0.7, 16, "row", 1),
     "0.3 of rows, S=8, guarded": (0.3, 8, "row", 0.95),
 }
 
@@ -223,7 +223,7 @@ def test_the_next_turn_of_a_chat(sharp: Path, mode: str) -> None:
 @every_mode
 def test_dense_layers_and_the_first_tokens(sharp: Path, mode: str) -> None:
     """A layer, and the queries before `min_len`, that attend densely."""
-    policy = XAttentionBSAPolicy(0.5, dense_layers=1, min_len=500)
+    policy = XAttentionBSAPolicy(0.5, estimator="group", dense_layers=1, min_len=500)
     with open_llm(sharp, sparse_policy=policy, **MODES[mode]) as llm:
         (output,) = generate(llm, [prompt_of(1200)], 3, logprobs=VOCAB_SIZE)
         stats = llm.stats()["attention"]
@@ -358,10 +358,10 @@ def test_one_head_of_eight_finds_its_needle(retrieval: Path, mode: str, choice: 
 
 
 @pytest.mark.parametrize("mode", ["resident", "chunk-major"])
-@pytest.mark.parametrize("guard", [None, 0.5])
-def test_a_softmax_for_each_row_finds_the_needle(retrieval: Path, mode: str, guard: Any) -> None:
+@pytest.mark.parametrize("guard", [1, 0.5])
+def test_a_softmax_for_each_row_finds_the_needle(retrieval: Path, mode: str, guard: float) -> None:
     """Even with no mass to speak of, which the guard makes up for."""
-    choice = xattn(0.5 if guard is None else 0.0, 8, "row", guard=guard)
+    choice = xattn(0.5 if guard == 1 else 0.0, 8, "row", guard=guard)
     assert num_found(retrieval, DEPTHS[::3], 8, **MODES[mode], **choice) == len(DEPTHS[::3])
 
 
@@ -466,7 +466,7 @@ def test_what_is_logged(tiny: Tiny) -> None:
 def test_thresholds_by_layer_and_head(sharp: Path) -> None:
     """A tensor of thresholds: the first head of each layer is dense, the others are not."""
     thresholds = torch.tensor([[1.0, 0.3, 0.3, 0.3], [1.0, 0.6, 0.6, 0.6]])
-    policy = XAttentionBSAPolicy(thresholds)
+    policy = XAttentionBSAPolicy(thresholds, estimator="group")
     with open_llm(sharp, sparse_policy=policy) as llm:
         generate(llm, [prompt_of(1200)], 1)
     first, second = policy.get_density_stats()["tile_density_by_head"]
@@ -497,8 +497,8 @@ def test_a_hundred_chunks_leave_nothing(tiny: Tiny, order: str) -> None:
     [
         ({"kvcache_block_size": 64}, "kvcache_block_size=64 is not a multiple of 128"),
         ({"max_num_batched_tokens": 100}, "max_num_batched_tokens=100 holds no tile"),
-        ({"sparse_stride": 32}, "none of 4, 8, 16"),
-        ({"sparse_estimator": "row", "sparse_stride": 4}, "none of 8, 16, 32, 64"),
+        ({"sparse_estimator": "group", "sparse_stride": 32}, "none of 4, 8, 16"),
+        ({"sparse_stride": 4}, "none of 8, 16, 32, 64"),
         ({"sparse_threshold": 11}, "not a number in"),
         ({"sparse_threshold": -0.1}, "not a number in"),
         ({"sparse_chunk_size": 1000}, "is not a multiple of 128"),

@@ -393,7 +393,9 @@ def test_all_tiles_keep_all(tiny: Tiny, mode: str) -> None:
 @every_mode
 def test_query_tiles_that_a_policy_leaves_dense_keep_all(tiny: Tiny, mode: str) -> None:
     """In chunks it returns no tiles for the first of them, and some for the next."""
-    policies: dict[str, TilePolicy] = {"late": XAttentionBSAPolicy(0.3, min_len=512)}
+    policies: dict[str, TilePolicy] = {
+        "late": XAttentionBSAPolicy(0.3, estimator="group", min_len=512)
+    }
     early = summaries_of(tiny(), policies, mode, query_tiles=[2, 3])["late"].total
     assert early.kept == pytest.approx(1, abs=ROUNDING)
     assert early.output_error < ROUNDING
@@ -463,7 +465,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SPARSE = "XATTN_BSA:min_len=0,threshold=0.5"
+SPARSE = "XATTN_BSA:estimator=group,min_len=0,threshold=0.5"
 
 
 @pytest.mark.parametrize(
@@ -518,7 +520,10 @@ def test_two_prompts_by_two_policies(
         (name, 1, head) for name in policies for head in range(4)
     ]
 
-    probe, random = RecallProbe({SPARSE: XAttentionBSAPolicy(0.5)}, [1]), Random(0)
+    probe, random = (
+        RecallProbe({SPARSE: XAttentionBSAPolicy(0.5, estimator="group")}, [1]),
+        Random(0),
+    )
     with LLM(texts, sparse_policy=probe, enable_prefix_caching=False, device="cpu") as llm:
         for sample in ruler.generate("vt", llm.tokenizer, 1800, 2):
             probe.query_tiles = draw_query_tiles(len(sample.token_ids), 3, random)

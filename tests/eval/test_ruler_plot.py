@@ -16,8 +16,8 @@ from nanovllm.eval.ruler.summary import summarise
 
 def many():
     """A study of each way to write a policy, at two lengths."""
-    rows = "XATTN_BSA:estimator=row,stride=16,threshold=0.85"
-    labels = [SPARSE, rows, f"{rows},guard=0.49", "STREAMING"]
+    rows = "XATTN_BSA:estimator=row,stride=16,threshold=0.8"
+    labels = [SPARSE, f"{rows},guard=1", "XATTN_BSA:estimator=group,dense_layers=1", "STREAMING"]
     answers = {"FULL": full([1] * 8) + full([1] * 8, length=2048)}
     for i, label in enumerate(labels, 1):
         scores, policy = [0] * i + [1] * (8 - i), {"policy": label, "tile_density": i / 8}
@@ -29,9 +29,9 @@ def test_points_lie_at_density_and_difference():
     first, second = panels_of(many())
     assert (first.lengths, second.lengths) == ((1024, 1024), (2048, 2048))
     assert [(point.family, point.label, point.guarded) for point in first.points] == [
-        ("group, stride 8", "0.9", False),
-        ("row, stride 16", "0.85", False),
-        ("row, stride 16", "0.85, guard 0.49", True),
+        ("row, stride 16", "0.9, guard 0.5", True),
+        ("row, stride 16", "0.8", False),
+        ("group, stride 8", "0.95, dense_layers 1", False),
         ("STREAMING", "STREAMING", False),
     ]
     assert [point.tile_density for point in first.points] == [1 / 8, 2 / 8, 3 / 8, 4 / 8]

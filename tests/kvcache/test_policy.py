@@ -187,3 +187,16 @@ def test_a_policy_without_a_phase_is_refused():
         create_policies(Config(model="demo", sparse_policy=DecodeOnly()))
     with pytest.raises(ConfigError, match="decode_policy: StreamingPolicy has no decode phase"):
         create_policies(Config(model="demo", decode_policy="STREAMING"))
+
+
+def test_each_estimator_has_parameters_of_its_own():
+    def parameters(**options):
+        named = {f"sparse_{name}": value for name, value in options.items()}
+        prefill, _ = create_policies(Config(model="demo", sparse_policy="XATTN_BSA", **named))
+        return prefill.threshold, prefill.stride, prefill.guard
+
+    assert parameters() == parameters(estimator="row") == (0.85, 16, 0.5)
+    assert parameters(estimator="group") == (0.95, 8, 1)
+    assert parameters(threshold=0, stride=32, guard=1) == (0, 32, 1)
+    with pytest.raises(ConfigError, match="estimator='mean' is none of row, group"):
+        XAttentionBSAPolicy(estimator="mean")

@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def selection_of(directory: Path, mode: str = "one chunk", **options: Any) -> Selection:
-    recorder = TileRecorder(0.5, **options)
+    recorder = TileRecorder(0.5, estimator="group", **options)
     with open_llm(directory, sparse_policy=recorder, **MODES[mode]) as llm:
         record(llm, recorder, prompt_of(700, 1), [0, 1], [0])  # leaves nothing behind
         return record(llm, recorder, prompt_of(LENGTH), [1, 0], [3, 0])
@@ -69,7 +69,7 @@ def test_dense_queries_and_layers_show_as_dense(tiny: Tiny, mode: str) -> None:
 
 
 def test_what_the_model_lacks_is_refused(tiny: Tiny) -> None:
-    recorder = TileRecorder(0.5)
+    recorder = TileRecorder(0.5, estimator="group")
     with open_llm(tiny(), sparse_policy=recorder) as llm:
         with pytest.raises(ConfigError, match="--layers 2: the model has layers 0 to 1"):
             record(llm, recorder, prompt_of(200), [0, 2], [0])

@@ -1,15 +1,16 @@
 """What a picture of a study shows: each policy's tile density and what it costs in score."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.eval.ruler.policies import parse_policy
 from nanovllm.eval.ruler.statistics import Estimate
 from nanovllm.eval.ruler.summary import PairSummary, StudySummary
 from nanovllm.kvcache.sparse.registry import SparsePolicyType
+from nanovllm.kvcache.sparse.xattn_bsa import DEFAULTS
 
-_DEFAULTS = {field.name: field.default for field in fields(Config)}
-_OF_FAMILY = ("sparse_estimator", "sparse_stride")
+_ESTIMATOR = Config.__dataclass_fields__["sparse_estimator"].default
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Point:
     family: str
     """Its kind: of XATTN_BSA, estimator and stride; of others, the name."""
     label: str
-    """Its other options, with XATTN_BSA's threshold as a bare number; without any, its kind."""
+    """Of XATTN_BSA, the threshold and further options; of others, all options, or the name."""
     guarded: bool
     """Whether it has a guard."""
     tile_density: float
@@ -56,17 +57,28 @@ def panels_of(study: StudySummary) -> list[Panel]:
 def _point(policy: str, pair: PairSummary) -> Point:
     options = parse_policy(policy).options
     kind = options.pop("sparse_policy")
-    family, words = kind.name, []
+    family, guarded = kind.name, False
+    words: list[str] = []
     if kind is SparsePolicyType.XATTN_BSA:
-        estimator, stride = (options.pop(name, _DEFAULTS[name]) for name in _OF_FAMILY)
-        family = f"{estimator}, stride {stride}"
-        words.append(str(options.pop("sparse_threshold", _DEFAULTS["sparse_threshold"])))
+        family, words, guarded = _take_parameters(options)
     words += [f"{name.removeprefix('sparse_')} {value}" for name, value in options.items()]
     difference = pair.difference
     return Point(
         family,
         ", ".join(words) or family,
-        "sparse_guard" in options,
+        guarded,
         pair.tile_density,
         Estimate(100 * difference.value, 100 * difference.low, 100 * difference.high),
     )
+
+
+def _take_parameters(options: dict[str, Any]) -> tuple[str, list[str], bool]:
+    """Take XATTN_BSA's parameters out of its options; return family, words and if it is guarded."""
+    estimator = options.pop("sparse_estimator", _ESTIMATOR)
+    defaults = DEFAULTS[estimator]
+    threshold, stride, guard = (
+        options.pop(f"sparse_{name}", getattr(defaults, name))
+        for name in ("threshold", "stride", "guard")
+    )
+    words = [str(threshold), f"guard {guard}"] if guard < 1 else [str(threshold)]
+    return f"{estimator}, stride {stride}", words, guard < 1

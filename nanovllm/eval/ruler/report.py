@@ -18,7 +18,7 @@ def as_text(study: StudySummary) -> str:
     """Return a table for each policy, then one for each that is set against the first.
 
     A policy's columns are: task; length; prompts; mean score with its 95% interval; share of the
-    prompts that passed; tile density; median time to the first token in milliseconds. A comparison's:
+    prompts that passed; tile density; median TTFT in milliseconds. A comparison's:
     task; length; prompts; both mean scores; the mean difference; prompts with a higher and with a
     lower score; the p value of the exact sign test; tile density; time to the first token as a
     multiple of the base's. Rows over several tasks are named `all`.

@@ -1,9 +1,13 @@
 """XAttention: the tiles that hold most of an estimated attention mass."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 
+from nanovllm.errors import ConfigError
 from nanovllm.kvcache.source import KVSource
 from nanovllm.kvcache.sparse.policy import PolicyContext
 from nanovllm.kvcache.sparse.tile_policy import TilePolicy
@@ -12,43 +16,69 @@ from nanovllm.ops.tile_estimate import estimate_tiles
 from nanovllm.ops.tile_selection import select_tiles
 
 
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a choice of tiles goes by; see `XAttentionBSAPolicy`."""
+
+    threshold: float
+    stride: int
+    guard: float
+
+
+DEFAULTS: Mapping[str, Parameters] = MappingProxyType(
+    {
+        "row": Parameters(threshold=0.85, stride=16, guard=0.5),
+        "group": Parameters(threshold=0.95, stride=8, guard=1.0),
+    }
+)
+"""By estimator. Those of `row` answered like dense attention at the lowest density measured
+(docs/accuracy.md); those of `group` are the spec's."""
+
+
 class XAttentionBSAPolicy(TilePolicy):
     """Estimates each tile's attention mass and keeps the heaviest tiles (Xu et al., 2025).
 
     Args:
         threshold: share of a query tile's mass that its kept tiles hold, or a tensor
-            `[num_layers, num_q_heads]` of shares; from 1 on attention is dense.
+            `[num_layers, num_q_heads]` of shares; from 1 on attention is dense. None, as for
+            `stride` and `guard`: what `DEFAULTS` has for the estimator.
         stride: the estimate looks at one of so many products of a query and a key.
         chunk_size: queries that are estimated at a time, a multiple of `TILE`; bounds memory.
-        estimator: `"group"`, XAttention's antidiagonal sums, or `"row"`, a softmax for each row.
-        guard: keep also tiles into which some row puts more than this share of its mass.
+        estimator: `"row"`, a softmax for each row, or `"group"`, XAttention's antidiagonal sums.
+        guard: keep also tiles into which some row puts more than this share of its mass; 1: none.
         vote_threshold: drop blocks of the history that no more than this share of (KV head, query
             tile) pairs want, but for the first and last; 0 drops none. The only part of the choice
             that depends on how the prompt is cut into chunks.
         dense_layers: layers, from the first on, that attend densely.
         min_len: queries at positions before this attend densely; rounded up to tiles.
+
+    Raises:
+        ConfigError: there is no such estimator.
     """
 
     log_name = "XAttn"
 
     def __init__(
         self,
-        threshold: float | torch.Tensor = 0.95,
-        stride: int = 8,
+        threshold: float | torch.Tensor | None = None,
+        stride: int | None = None,
         chunk_size: int = 16384,
         *,
-        estimator: str = "group",
+        estimator: str = "row",
         guard: float | None = None,
         vote_threshold: float = 0.0,
         dense_layers: int = 0,
         min_len: int = 0,
     ) -> None:
         super().__init__()
-        self.threshold = threshold
-        self.stride = stride
+        if estimator not in DEFAULTS:
+            raise ConfigError(f"estimator={estimator!r} is none of {', '.join(DEFAULTS)}")
+        defaults = DEFAULTS[estimator]
+        self.threshold = defaults.threshold if threshold is None else threshold
+        self.stride = defaults.stride if stride is None else stride
+        self.guard = defaults.guard if guard is None else guard
         self.chunk_size = chunk_size
         self.estimator = estimator
-        self.guard = guard
         self.vote_threshold = vote_threshold
         self.dense_layers = dense_layers
         self.min_len = min_len
@@ -81,7 +111,7 @@ class XAttentionBSAPolicy(TilePolicy):
             self.estimator,
             self.stride,
             ctx.softmax_scale,
-            with_peaks=self.guard is not None,
+            with_peaks=self.guard < 1,
             chunk_size=self.chunk_size,
         )
         tiles = self.keep(masses, peaks, (q_offset + first) // TILE, ctx.layer_id)
@@ -104,7 +134,8 @@ class XAttentionBSAPolicy(TilePolicy):
             # Kept on the device, so that no layer has to copy it there.
             self.threshold = threshold = threshold.to(masses.device)
             threshold = threshold[layer_id]
-        return select_tiles(masses, threshold, q_tile0, peaks, self.guard)
+        gamma = None if peaks is None else self.guard
+        return select_tiles(masses, threshold, q_tile0, peaks, gamma)
 
     def _drop_outvoted(
         self, tiles: torch.Tensor, num_kv_heads: int, ctx: PolicyContext

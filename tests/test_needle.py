@@ -4,18 +4,30 @@
     python tests/test_needle.py --model DIR --input-len 32768 --needle-position 0.25
     python tests/test_needle.py --enable-offload                 # KV cache in host memory
     python tests/test_needle.py --enable-offload --enable-xattn-bsa --sparse-threshold 9
+    python tests/test_needle.py --grid-lengths 1024 2048 4096 --grid-depths 5 --repeats 3 \\
+        --json-output grid.jsonl --heat-map grid.png         # depth x length, and a picture
 
-Exit status: 0 the needle was found, 1 it was not, 2 the call was wrong.
+--grid-lengths looks for needles at every depth of prompts of every length, each with a text and a
+number of its own. Answers in --json-output are kept: the same command goes on where it was
+interrupted, and another policy, length, number of depths or repeats adds to them. --heat-map draws
+all policies of that file beside each other.
+
+Exit status: 0 all needles were found, 1 some were not, 2 the call was wrong or a prompt failed.
 """
 
 import argparse
+import json
 import re
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanovllm import LLM, XATTN_BSA, BackendUnavailableError, CapacityError, ConfigError
+from nanovllm.config import Config
 from nanovllm.eval.haystack import sentences
+from nanovllm.eval.heat_map import check_picture, draw
 from nanovllm.eval.needle import (
     DEFAULT_VALUE,
     build_task,
@@ -24,8 +36,15 @@ from nanovllm.eval.needle import (
     describe_transfers,
     run_task,
 )
+from nanovllm.eval.needle_grid import NeedleAnswer, NeedleGrid, run_grid, spread_depths
+from nanovllm.eval.needle_summary import as_text, summarise
+from nanovllm.eval.record_file import RecordFile
+from nanovllm.eval.ruler.policies import PolicySpec, make_policy
 
 NOT_YET = ("enable_quest",)
+# Options of one mode only, and their defaults.
+ONE_NEEDLE = {"input_len": 4096, "needle_position": 0.5, "needle_value": DEFAULT_VALUE}
+GRID = {"grid_depths": 5, "repeats": 1, "json_output": None, "heat_map": None}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +121,88 @@ def test_command_line_passes_on_what_the_engine_refuses(capsys):
     assert "no/such/directory does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--repeats", "2"], "--repeats is for a grid: give --grid-lengths"),
+        (["--grid-depths", "3"], "--grid-depths is for a grid"),
+        (["--json-output", "a.jsonl"], "--json-output is for a grid"),
+        (["--heat-map", "a.png"], "--heat-map is for a grid"),
+        (["--grid-lengths", "512", "--input-len", "512"], "--input-len is for one needle"),
+        (["--grid-lengths", "512", "--needle-value", "1"], "--needle-value is for one needle"),
+        (
+            ["--grid-lengths", "512", "--needle-position", "0"],
+            "--needle-position is for one needle",
+        ),
+        (["--grid-lengths", "512", "--grid-depths", "0"], "0 depths: at least 1"),
+        (["--grid-lengths", "512", "--repeats", "0"], "num_repeats 0 is not an integer >= 1"),
+        (["--grid-lengths", "512", "--heat-map", "a.pdf"], "the name must end in .png"),
+        (["--grid-lengths", "512", "--json-output", "tests"], "cannot be read and written"),
+        (["--grid-lengths", "512", "--model", "no/such/directory"], "does not exist"),
+    ],
+)
+def test_command_line_tells_what_belongs_to_a_grid_and_what_does_not(argv, reason, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def policy_of(*argv):
+    return _policy(_parser().parse_args(argv))
+
+
+def test_policies_are_named_by_what_their_options_mean():
+    assert policy_of().label == "FULL"
+    tenths, share = (
+        policy_of("--enable-xattn-bsa", "--sparse-threshold", value, "--sparse-stride", "16")
+        for value in ("9", "0.9")
+    )
+    assert tenths == share
+    assert tenths.label == "XATTN_BSA:min_len=0,stride=16,threshold=0.9"
+    assert tenths.options == {
+        "sparse_policy": XATTN_BSA,
+        "sparse_min_len": 0,
+        "sparse_stride": 16,
+        "sparse_threshold": 0.9,
+    }
+
+
+@pytest.mark.slow
+def test_command_line_fills_a_grid_and_goes_on_with_another_policy(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "grid.jsonl", tmp_path / "new" / "grid.png"
+    grid = ["--grid-lengths", "512", "256", "--grid-depths", "2", "--json-output", str(path)]
+    assert main([*grid, "--heat-map", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"depth +256 +512\n +0% +100% +100%\n +100% +100% +100%\n", out)
+    dense, content = path.read_text(encoding="utf-8"), picture.read_bytes()
+    rows = [json.loads(line) for line in dense.splitlines()[1:]]
+    assert [(row["length"], row["depth"]) for row in rows] == [
+        (256, 0.0),
+        (256, 1.0),
+        (512, 0.0),
+        (512, 1.0),
+    ]
+    assert all(row["value"] in row["answer"] for row in rows)
+
+    # One token is too few for seven digits: with it, needles are missed.
+    assert main([*grid[:5], "--max-new-tokens", "1"]) == 1
+    assert "FULL: 0 of 4 needles found" in capsys.readouterr().out
+
+    status = main([*grid, "--heat-map", str(picture), "--enable-xattn-bsa"])
+    assert "XATTN_BSA:min_len=0: " in capsys.readouterr().out
+    assert path.read_text(encoding="utf-8").startswith(dense)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[5:]]
+    assert [row["policy"] for row in rows] == ["XATTN_BSA:min_len=0"] * 4
+    assert status == (0 if all(row["passed"] for row in rows) else 1)
+    assert picture.read_bytes() != content
+
+    with pytest.raises(SystemExit):
+        main([*grid, "--seed", "1"])
+    assert "other settings (seed: 0 there, 1 now)" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_command_line_tells_by_its_exit_status(capsys):
     assert main(["--input-len", "512", "--max-model-len", "256"]) == 2
@@ -139,33 +240,104 @@ def main(argv: list[str] | None = None) -> int:
     for name in NOT_YET:
         if getattr(args, name):
             parser.error(f"--{name.replace('_', '-')} is not built yet")
-    max_model_len = args.max_model_len or args.input_len + args.max_new_tokens
     try:
-        with LLM(
-            args.model,
-            max_model_len=max_model_len,
-            kvcache_block_size=args.block_size,
-            gpu_memory_utilization=args.gpu_utilization,
-            dtype=args.dtype,
-            device=args.device,
-            enforce_eager=args.enforce_eager,
-            enable_offload=args.enable_offload,
-            num_gpu_blocks=args.num_gpu_blocks,
-            prefill_order=args.prefill_order,
-            **_sparse_options(args),
-        ) as llm:
-            task = build_task(
-                llm.tokenizer, args.input_len, args.needle_position, args.needle_value, args.seed
-            )
-            result = run_task(llm, task, args.max_new_tokens)
-            stats = llm.stats()
-    except (ConfigError, CapacityError, BackendUnavailableError) as error:
+        _choose_mode(args)
+        return _find_grid(args) if args.grid_lengths else _find_one(args)
+    except (ConfigError, CapacityError, BackendUnavailableError, OSError) as error:
         parser.error(str(error))
+
+
+def _choose_mode(args: argparse.Namespace) -> None:
+    """Fill in the defaults of one needle or of a grid, and refuse options of the other."""
+    used, refused = (GRID, ONE_NEEDLE) if args.grid_lengths else (ONE_NEEDLE, GRID)
+    for name in refused:
+        if getattr(args, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} is for one needle: leave it out, or --grid-lengths"
+                if args.grid_lengths
+                else f"{option} is for a grid: give --grid-lengths"
+            )
+    for name, default in used.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+
+
+def _find_one(args: argparse.Namespace) -> int:
+    options = _llm_options(args, args.input_len) | _sparse_options(args)
+    with LLM(args.model, **options) as llm:
+        task = build_task(
+            llm.tokenizer, args.input_len, args.needle_position, args.needle_value, args.seed
+        )
+        result = run_task(llm, task, args.max_new_tokens)
+        stats = llm.stats()
     print("\n".join([describe(result), *describe_attention(stats), *describe_transfers(stats)]))
     return 2 if result.error else 0 if result.passed else 1
 
 
-def _sparse_options(args: argparse.Namespace) -> dict[str, object]:
+def _find_grid(args: argparse.Namespace) -> int:
+    grid = NeedleGrid(
+        lengths=sorted(set(args.grid_lengths)),
+        depths=spread_depths(args.grid_depths),
+        num_repeats=args.repeats,
+        seed=args.seed,
+        max_new_tokens=args.max_new_tokens,
+    )
+    policy, options = _policy(args), _llm_options(args, max(grid.lengths))
+    if args.heat_map:
+        check_picture(args.heat_map)
+        args.heat_map.parent.mkdir(parents=True, exist_ok=True)
+    file = None
+    if args.json_output:
+        file = RecordFile(args.json_output, _settings(args), NeedleAnswer, "needle answer")
+    answers, errors = run_grid(args.model, policy, grid, options, file, use_tqdm=True)
+    for reason in errors:
+        print(reason, file=sys.stderr)
+    for summary in summarise(answers):
+        print(as_text(summary))
+    drawn = summarise(file.records if file else answers)
+    if args.heat_map and drawn:
+        draw(drawn, args.heat_map)
+        print(f"\nPicture: {args.heat_map}")
+    return 2 if errors else 0 if all(answer.passed for answer in answers) else 1
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what must be alike of all answers in a file."""
+    shared = ("model", "device", "dtype", "seed", "max_new_tokens")
+    shared += ("enable_offload", "num_gpu_blocks", "block_size", "prefill_order")
+    return {name: getattr(args, name) for name in shared}
+
+
+def _llm_options(args: argparse.Namespace, max_prompt_len: int) -> dict[str, Any]:
+    return {
+        "max_model_len": args.max_model_len or max_prompt_len + args.max_new_tokens,
+        "kvcache_block_size": args.block_size,
+        "gpu_memory_utilization": args.gpu_utilization,
+        "dtype": args.dtype,
+        "device": args.device,
+        "enforce_eager": args.enforce_eager,
+        "enable_offload": args.enable_offload,
+        "num_gpu_blocks": args.num_gpu_blocks,
+        "prefill_order": args.prefill_order,
+    }
+
+
+def _policy(args: argparse.Namespace) -> PolicySpec:
+    """Return the policy with its options as `Config` reads them: 9 and 0.9 are one policy."""
+    given = _sparse_options(args)
+    config = Config(model=args.model, **given)
+    return make_policy(
+        config.sparse_policy.name,
+        {
+            name.removeprefix("sparse_"): getattr(config, name)
+            for name in given
+            if name != "sparse_policy"
+        },
+    )
+
+
+def _sparse_options(args: argparse.Namespace) -> dict[str, Any]:
     if not args.enable_xattn_bsa:
         return {}
     given = {
@@ -185,9 +357,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", default="demo", help="Hugging Face directory, or demo")
-    add("--input-len", type=int, default=4096, help="tokens of the prompt")
-    add("--needle-position", type=float, default=0.5, help="share of the text before it, 0 to 1")
-    add("--needle-value", default=DEFAULT_VALUE, help="what is to be found")
+    add("--input-len", type=int, help="tokens of the prompt; default 4096")
+    add("--needle-position", type=float, help="share of the text before it, 0 to 1; default 0.5")
+    add("--needle-value", help=f"what is to be found; default {DEFAULT_VALUE}")
+    add("--grid-lengths", type=int, nargs="+", help="tokens of the prompts of a grid")
+    add("--grid-depths", type=int, help="how many, evenly from 0 to 1; default 5")
+    add("--repeats", type=int, help="prompts of each length and depth of a grid; default 1")
+    add("--json-output", type=Path, help="keep a grid's answers here, and go on with those there")
+    add("--heat-map", type=Path, help="draw a grid as a PNG; needs the extra plots")
     add("--max-model-len", type=int, help="tokens of prompt and answer; default: what they need")
     add("--max-new-tokens", type=int, default=32, help="most tokens of the answer")
     add("--block-size", type=int, help="tokens in a KV block; default 256, with offload 1024")

@@ -31,6 +31,10 @@ class NeedleTask:
     needle: str
     question: str
 
+    def is_answered_by(self, answer: str) -> bool:
+        """Return whether the value stands in the answer, in any case of its letters."""
+        return self.value.lower() in answer.lower()
+
 
 @dataclass(frozen=True, slots=True)
 class NeedleResult:
@@ -107,7 +111,7 @@ def run_task(llm: LLM, task: NeedleTask, max_new_tokens: int = 32) -> NeedleResu
     return NeedleResult(
         task=task,
         answer=output.text,
-        passed=task.value.lower() in output.text.lower(),
+        passed=task.is_answered_by(output.text),
         error=output.error,
         num_prompt_tokens=output.num_prompt_tokens,
         num_output_tokens=len(output.token_ids),

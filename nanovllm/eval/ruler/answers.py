@@ -1,20 +1,18 @@
 """What a model answers to samples: one record a sample, kept in a file that runs can resume."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh64_hexdigest
 
-from nanovllm.errors import ConfigError
+from nanovllm.eval.batch import answer_batch
+from nanovllm.eval.record_file import RecordFile
 from nanovllm.eval.ruler.sample import Sample
 from nanovllm.eval.ruler.scoring import score
 from nanovllm.eval.ruler.tasks import get_task
 from nanovllm.llm import LLM
-from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
 
 Key = tuple[str, str, int, int]
 
@@ -42,8 +40,7 @@ class Answer:
     """Share of the causal tiles of attention that the prefill computed, in (0, 1]; the mean of the
     samples that ran together."""
     ttft_ms: float
-    """Milliseconds to the first token, without the wait for prompts before; see
-    `answer_samples`."""
+    """Milliseconds to the first token, without the wait for prompts before; see `Batch`."""
     num_prompt_tokens: int
     num_output_tokens: int
 
@@ -69,9 +66,7 @@ def answer_samples(
 ) -> tuple[list[Answer], list[str]]:
     """Let a model answer all samples of one task, greedily and in one call.
 
-    `ttft_ms` leaves the wait for other prompts out: where requests run one at a time, it counts
-    from the end of the one before, else from the first token of the one before. Resets the LLM's
-    statistics.
+    Resets the LLM's statistics.
 
     Args:
         llm: the model.
@@ -87,16 +82,12 @@ def answer_samples(
     if not samples:
         return [], []
     task = get_task(samples[0].task)
-    params = SamplingParams(temperature=0, max_tokens=max_new_tokens or task.num_answer_tokens)
-    llm.reset_stats()
-    results = llm.generate([sample.token_ids for sample in samples], params, use_tqdm)
-    attention = llm.stats()["attention"]
-    density = attention["tile_density"] if attention else 1.0
-    ttft_ms = _own_ttft_ms(results, one_at_a_time=llm.engine.config.enable_offload)
+    prompts = [sample.token_ids for sample in samples]
+    batch = answer_batch(llm, prompts, max_new_tokens or task.num_answer_tokens, use_tqdm)
     answers, errors = [], []
-    for sample, result, ttft in zip(samples, results, ttft_ms, strict=True):
-        if result.error is not None:
-            errors.append(f"{sample.task} {length} sample {sample.index}: {result.error}")
+    for sample, output, ttft in zip(samples, batch.outputs, batch.ttft_ms, strict=True):
+        if output.error is not None:
+            errors.append(f"{sample.task} {length} sample {sample.index}: {output.error}")
             continue
         answers.append(
             Answer(
@@ -106,89 +97,32 @@ def answer_samples(
                 index=sample.index,
                 prompt=prompt_hash(sample),
                 outputs=sample.outputs,
-                answer=result.text,
-                score=score(result.text, sample.outputs, task.metric),
-                tile_density=density,
+                answer=output.text,
+                score=score(output.text, sample.outputs, task.metric),
+                tile_density=batch.tile_density,
                 ttft_ms=ttft,
-                num_prompt_tokens=result.num_prompt_tokens,
-                num_output_tokens=len(result.token_ids),
+                num_prompt_tokens=output.num_prompt_tokens,
+                num_output_tokens=len(output.token_ids),
             )
         )
     return answers, errors
 
 
-def _own_ttft_ms(results: Sequence[RequestOutput], one_at_a_time: bool) -> list[float]:
-    """Return each result's time to the first token without the time when others had their turn.
-
-    All requests arrived together; those that failed have none.
-    """
-    ttft_ms = [float("nan")] * len(results)
-    done = [i for i, result in enumerate(results) if result.error is None]
-    before = 0.0
-    for i in sorted(done, key=lambda i: results[i].ttft_ms):
-        ttft_ms[i] = results[i].ttft_ms - before
-        before = results[i].ttft_ms + (results[i].decode_ms if one_at_a_time else 0)
-    return ttft_ms
-
-
-class AnswerFile:
-    """Answers as JSON lines, under a first line with the settings that they were made with.
+class AnswerFile(RecordFile[Answer]):
+    """The answers of a study, see `RecordFile`.
 
     Args:
-        path: the file; made if it is missing. A last line that was cut off is dropped.
+        path: the file.
         settings: what all answers of the file have in common, as JSON would give it back.
 
     Raises:
-        ConfigError: the file holds something else, or was made with other settings.
+        ConfigError: as `RecordFile`.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self._path = path
-        self.answers: list[Answer] = []
+        super().__init__(path, settings, Answer, "answer")
+
+    @property
+    def answers(self) -> list[Answer]:
         """Those of the file, in its order."""
-        if not path.is_file() or not path.stat().st_size:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._append([{"settings": dict(settings)}])
-            return
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        lines = whole.decode("utf-8", errors="replace").splitlines()
-        self._check_settings(lines[0] if lines else "", settings)
-        for number, line in enumerate(lines[1:], 2):
-            self.answers.append(self._parse(number, line))
-        if len(whole) < len(content):
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
-
-    def add(self, answers: Iterable[Answer]) -> None:
-        """Append answers, at once on disk."""
-        answers = list(answers)
-        self.answers += answers
-        self._append(map(asdict, answers))
-
-    def _append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-    def _check_settings(self, line: str, settings: Mapping[str, Any]) -> None:
-        try:
-            old = dict(json.loads(line)["settings"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self._path} is no file of answers: name another one") from error
-        differing = [
-            f"{name}: {old.get(name)!r} there, {settings.get(name)!r} now"
-            for name in dict.fromkeys([*old, *settings])
-            if old.get(name) != settings.get(name)
-        ]
-        if differing:
-            raise ConfigError(
-                f"{self._path} holds answers of other settings ({'; '.join(differing)}): name "
-                "another file, or run with those settings"
-            )
-
-    def _parse(self, number: int, line: str) -> Answer:
-        try:
-            row = json.loads(line)
-            return Answer(**{field.name: row[field.name] for field in fields(Answer)})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self._path}:{number} is no answer: {error!r}") from error
+        return self.records

@@ -24,7 +24,14 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, XATTN_BSA, BackendUnavailableError, CapacityError, ConfigError
+from nanovllm import (
+    LLM,
+    XATTN_BSA,
+    BackendUnavailableError,
+    CapacityError,
+    ConfigError,
+    __version__,
+)
 from nanovllm.config import Config
 from nanovllm.eval.haystack import sentences
 from nanovllm.eval.heat_map import check_picture, draw
@@ -306,7 +313,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return what must be alike of all answers in a file."""
     shared = ("model", "device", "dtype", "seed", "max_new_tokens")
     shared += ("enable_offload", "num_gpu_blocks", "block_size", "prefill_order")
-    return {name: getattr(args, name) for name in shared}
+    return {"version": __version__} | {name: getattr(args, name) for name in shared}
 
 
 def _llm_options(args: argparse.Namespace, max_prompt_len: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm import BackendUnavailableError, CapacityError, ConfigError
+from nanovllm import BackendUnavailableError, CapacityError, ConfigError, __version__
 from nanovllm.eval.ruler import TASKS, get_task
 from nanovllm.eval.ruler.answers import Answer, AnswerFile
 from nanovllm.eval.ruler.page import render_page
@@ -303,10 +303,14 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return what must be alike of all answers in a file."""
     shared = ("model", "device", "dtype", "seed", "max_new_tokens")
     shared += ("enable_offload", "num_gpu_blocks", "block_size")
-    return {name: getattr(args, name) for name in shared} | {
-        name: str(path) if (path := getattr(args, name)) else None
-        for name in ("data_dir", "question_file")
-    }
+    return (
+        {"version": __version__}
+        | {name: getattr(args, name) for name in shared}
+        | {
+            name: str(path) if (path := getattr(args, name)) else None
+            for name in ("data_dir", "question_file")
+        }
+    )
 
 
 def _policies(args: argparse.Namespace) -> list[PolicySpec]:

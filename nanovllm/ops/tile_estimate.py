@@ -96,22 +96,26 @@ def estimate_tiles(
         raise ValueError(f"{len(key)} keys, but the last query is at {q_offset + q_len - 1}")
     if chunk_size <= 0 or chunk_size % TILE:
         raise ValueError(f"chunk_size={chunk_size} is no positive multiple of {TILE}")
+
+    def estimate(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        start, end = q_offset + first, q_offset + last
+        piece = tile_shares(
+            query[first:last], key[:end], start, 0, estimator, stride, softmax_scale
+        )
+        return merge_tile_shares([piece], start, estimator, stride, with_peaks=with_peaks)
+
+    if q_len <= chunk_size:
+        return estimate(0, q_len)
     shape = num_q_heads, _tiles(q_len), _tiles(len(key))
     masses = torch.zeros(shape, dtype=torch.float32, device=query.device)
     peaks = torch.zeros_like(masses) if with_peaks else None
     for first in range(0, q_len, chunk_size):
-        chunk = query[first : first + chunk_size]
-        start = q_offset + first
-        piece = tile_shares(
-            chunk, key[: start + len(chunk)], start, 0, estimator, stride, softmax_scale
-        )
-        chunk_masses, chunk_peaks = merge_tile_shares(
-            [piece], start, estimator, stride, with_peaks=with_peaks
-        )
-        rows = slice(first // TILE, _tiles(first + len(chunk)))
-        masses[:, rows, : piece.num_tiles] = chunk_masses
+        last = min(first + chunk_size, q_len)
+        chunk_masses, chunk_peaks = estimate(first, last)
+        part = (slice(None), slice(first // TILE, _tiles(last)), slice(_tiles(q_offset + last)))
+        masses[part] = chunk_masses
         if peaks is not None and chunk_peaks is not None:
-            peaks[:, rows, : piece.num_tiles] = chunk_peaks
+            peaks[part] = chunk_peaks
     return masses, peaks
 
 

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from no_waits import forbid_waits
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -82,17 +83,7 @@ def test_prefill_and_decode_do_not_wait_for_the_device():
     """A step waits only where its tokens are read; scattered blocks cause no copy that waits."""
     with open_llm("bfloat16", kvcache_block_size=16, enable_prefix_caching=False) as llm:
         llm.generate(prompts()[::-1], GREEDY, use_tqdm=False)  # compiles, and scatters free blocks
-        run, calls = llm.engine._runner.run, []
-
-        def watched(step):
-            calls.append(step.num_tokens)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return run(step)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        llm.engine._runner.run = watched
+        calls = forbid_waits(llm)
         outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
         assert all(output.error is None for output in outputs)
         assert max(calls) > 100

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from jitter import delayed_streams
+from no_waits import forbid_waits
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.hazards import HazardError
@@ -85,17 +86,7 @@ def first_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
 def assert_steps_do_not_wait(llm: LLM, max_tokens: int) -> None:
     """Once warm, no step that the runner computes makes the host wait for the device."""
     generate(llm, prompts(), max_tokens)
-    run, calls = llm.engine._runner.run, []
-
-    def watched(step):
-        calls.append(step.num_tokens)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return run(step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    llm.engine._runner.run = watched
+    calls = forbid_waits(llm)
     generate(llm, prompts(), max_tokens)
     # Where tiles are chosen, a chunk is whole ones.
     assert max(calls) >= CHUNK - CHUNK % TILE

@@ -6,58 +6,40 @@ from dataclasses import asdict, replace
 
 import pytest
 from rigged_models import byte_level_tokenizer
+from ruler_answers import FULL_ANSWER, full
 from tiny_models import make_model
 
 from nanovllm import LLM, ConfigError
 from nanovllm.eval.ruler import generate
-from nanovllm.eval.ruler.answers import Answer, AnswerFile, answer_samples
+from nanovllm.eval.ruler.answers import AnswerFile, answer_samples
 from nanovllm.eval.ruler.policies import make_policy, parse_policy
 from nanovllm.eval.ruler.statistics import mean_difference, mean_score, sign_test
 from nanovllm.eval.ruler.study import Plan, Study, tasks_in
 from nanovllm.kvcache.sparse.registry import SparsePolicyType
 
 SETTINGS = {"model": "demo", "seed": 0, "data_dir": None}
-ANSWER = Answer(
-    policy="FULL",
-    task="vt",
-    length=1024,
-    index=0,
-    prompt="00ff",
-    outputs=["ABCDE"],
-    answer=" it is “ABCDE”\n",
-    score=1.0,
-    tile_density=1.0,
-    ttft_ms=12.5,
-    num_prompt_tokens=990,
-    num_output_tokens=7,
-)
-
-
-def answers(scores, **changes):
-    return [replace(ANSWER, index=i, score=s, **changes) for i, s in enumerate(scores)]
-
 
 # The file of answers
 
 
 def test_answers_are_read_back(tmp_path):
     path = tmp_path / "new" / "answers.jsonl"
-    AnswerFile(path, SETTINGS).add(answers([1.0, 0.5]))
+    AnswerFile(path, SETTINGS).add(full([1.0, 0.5]))
     file = AnswerFile(path, SETTINGS)
-    assert file.answers == answers([1.0, 0.5])
-    file.add(answers([0.25], task="cwe"))
+    assert file.answers == full([1.0, 0.5])
+    file.add(full([0.25], task="cwe"))
     assert AnswerFile(path, SETTINGS).answers == [
-        *answers([1.0, 0.5]),
-        *answers([0.25], task="cwe"),
+        *full([1.0, 0.5]),
+        *full([0.25], task="cwe"),
     ]
 
 
 def test_what_is_no_file_of_answers_is_called_so(tmp_path):
     path = tmp_path / "answers.jsonl"
-    AnswerFile(path, SETTINGS).add(answers([1.0]))
+    AnswerFile(path, SETTINGS).add(full([1.0]))
     with pytest.raises(ConfigError, match="holds answers of other settings"):
         AnswerFile(path, SETTINGS | {"seed": 1})
-    row = asdict(ANSWER)
+    row = asdict(FULL_ANSWER)
     del row["prompt"]
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
@@ -131,7 +113,7 @@ def test_a_study_runs_each_sample_once_and_the_model_only_if_need_be(model, tmp_
 
 def test_answers_to_other_prompts_are_refused(model, tmp_path):
     file = AnswerFile(tmp_path / "answers.jsonl", SETTINGS)
-    file.add([replace(ANSWER, length=1200)])
+    file.add([replace(FULL_ANSWER, length=1200)])
     study = Study(Plan(tasks=["vt"], lengths=[1200], num_samples=2), file)
     with pytest.raises(ConfigError, match="sample 0: the file's answer is to another prompt"):
         study.run(model, parse_policy("FULL"), OPTIONS)

@@ -1,7 +1,7 @@
 """How much of the true attention some sparse policies keep.
 
     python -m nanovllm.eval.recall --length 32768 --task vt \\
-        --compare XATTN_BSA:threshold=0.9 XATTN_BSA:estimator=row,stride=16,threshold=0.85
+        --compare XATTN_BSA XATTN_BSA:estimator=group,threshold=0.9
 
 Columns: density, tiles computed / causal tiles of whole prompts; kept, the mean share of a row's
 attention mass that lies in the kept tiles; oracle, the most that as many key tiles could hold; the

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from nanovllm.eval.recall.figures import LOW, LOWEST_PART, Figures, RecallSummary
+from nanovllm.eval.text_table import text_table
 
 _NUM_WORST = 5
 _LOWEST, _LOW_ROWS = f"worst {LOWEST_PART:.0%}", f"below {LOW}"
@@ -21,7 +22,7 @@ def as_text(summaries: Mapping[str, RecallSummary]) -> str:
         (f"{number}  {name}", *_cells(summary.total))
         for number, (name, summary) in enumerate(summaries.items(), 1)
     ]
-    tables = [_table([("policy", *_HEADER), *policies]), _layers(list(summaries.values()))]
+    tables = [text_table([("policy", *_HEADER), *policies]), _layers(list(summaries.values()))]
     tables += [f"worst heads of {name}\n{_worst(each)}" for name, each in summaries.items()]
     return "\n\n".join(tables)
 
@@ -47,14 +48,14 @@ def _layers(summaries: Sequence[RecallSummary]) -> str:
         )
         for layer in summaries[0].by_layer
     ]
-    return _table([("layer", *names), *rows])
+    return text_table([("layer", *names), *rows])
 
 
 def _worst(summary: RecallSummary) -> str:
     """Return a table of the heads that keep least, the worst first."""
     heads = sorted(summary.by_head.items(), key=lambda item: item[1].kept)[:_NUM_WORST]
     rows = [(f"{layer:5d} {head:5d}", *_cells(figures)) for (layer, head), figures in heads]
-    return _table([("layer  head", *_HEADER), *rows])
+    return text_table([("layer  head", *_HEADER), *rows])
 
 
 def _cells(figures: Figures) -> tuple[str, ...]:
@@ -65,12 +66,4 @@ def _cells(figures: Figures) -> tuple[str, ...]:
         f"{figures.lowest_kept:.2f}",
         f"{figures.low_rows:.1%}",
         f"{figures.output_error:.3f}",
-    )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows with aligned columns, the first to the left."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return "\n".join(
-        "  ".join([head.ljust(first), *map(str.rjust, cells, others)]) for head, *cells in rows
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from nanovllm.eval.ruler.statistics import Estimate
 from nanovllm.eval.ruler.summary import GroupSummary, PairSummary, StudySummary
+from nanovllm.eval.text_table import text_table
 
 _Row = tuple[str, ...]
 
@@ -23,7 +24,7 @@ def as_text(study: StudySummary) -> str:
     lower score; the p value of the exact sign test; tile density; time to the first token as a
     multiple of the base's. Rows over several tasks are named `all`.
     """
-    return "\n\n".join(f"{title}\n{_text_table(rows)}" for title, rows in _tables(study, "{}"))
+    return "\n\n".join(f"{title}\n{text_table(rows)}" for title, rows in _tables(study, "{}"))
 
 
 def as_markdown(study: StudySummary) -> str:
@@ -87,18 +88,6 @@ def _pair_row(pair: PairSummary) -> _Row:
 
 def _signed(difference: Estimate) -> str:
     return f"{difference.value:+z.3f} [{difference.low:+z.3f}, {difference.high:+z.3f}]"
-
-
-def _text_table(rows: Sequence[_Row]) -> str:
-    """Return the rows with aligned columns, the first to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
 
 
 def _markdown_table(rows: Sequence[_Row]) -> str:

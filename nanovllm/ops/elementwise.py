@@ -51,8 +51,9 @@ def rotate_and_store(
     Args:
         heads: `[n, num_q_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values. Overwritten:
             the queries are rotated in place, the rest is undefined afterwards.
-        key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
-        slot_mapping: `[n]`, where each token goes in a cache seen as one row of slots.
+        key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, the last axis
+            contiguous; the other strides are free, and both tensors' are the same.
+        slot_mapping: `[n]`, where each token goes: `block_id * block_size + offset`.
         cos, sin: fp32 `[n, head_dim / 2]`, for the pairs `(i, i + head_dim / 2)` (Su et al., 2021;
             the half-split layout of Hugging Face checkpoints).
 
@@ -68,8 +69,8 @@ def rotate_and_store(
     else:
         _rotate_(heads[:, :-num_kv_heads], cos, sin)
         slots = _slots(slot_mapping)
-        key_cache.flatten(0, 1)[slots] = heads[:, num_q_heads:-num_kv_heads]
-        value_cache.flatten(0, 1)[slots] = heads[:, -num_kv_heads:]
+        _store(key_cache, slots, heads[:, num_q_heads:-num_kv_heads])
+        _store(value_cache, slots, heads[:, -num_kv_heads:])
     return heads[:, :num_q_heads]
 
 
@@ -102,3 +103,17 @@ def _slots(slot_mapping: torch.Tensor) -> slice | torch.Tensor:
     if last - first + 1 == len(slot_mapping) and bool((slot_mapping.diff() == 1).all()):
         return slice(first, last + 1)
     return slot_mapping.long()
+
+
+def _store(cache: torch.Tensor, slots: slice | torch.Tensor, tokens: torch.Tensor) -> None:
+    block_size = cache.shape[1]
+    if cache.stride(0) == block_size * cache.stride(1):  # one row of slots in memory too
+        cache.flatten(0, 1)[slots] = tokens
+        return
+    if isinstance(slots, slice):
+        block_id, offset = divmod(slots.start, block_size)
+        if offset + len(tokens) <= block_size:
+            cache[block_id, offset : offset + len(tokens)] = tokens
+            return
+        slots = torch.arange(slots.start, slots.stop)
+    cache[slots // block_size, slots % block_size] = tokens

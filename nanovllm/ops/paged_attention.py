@@ -21,8 +21,9 @@ def paged_decode_attention(
         query: `[num_seqs, num_q_heads, head_dim]`.
         key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, the last axis
             contiguous; the other strides are free, and both tensors' are the same.
-        block_tables: int32 `[num_seqs, max_blocks]`, the ids of each sequence's blocks in order;
-            entries past the context are never read through.
+        block_tables: int32 `[num_seqs, max_blocks]`, the ids of each sequence's blocks in order,
+            or `[num_seqs, num_kv_heads, max_blocks]`, for each KV head its own; the last axis
+            contiguous. Entries past the context are never read through.
         context_lens: int32 `[num_seqs]`, tokens to attend to, the query's own included. A sequence
             of 0 gets 0.
         softmax_scale: factor of the logits.

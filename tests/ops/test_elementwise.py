@@ -83,6 +83,31 @@ def test_rotate_and_store(ops, heads, kv_heads, dim, dtype):
     assert caches.flatten(1, 2)[:, others].isnan().all()
 
 
+# The axes of a cache in memory, outermost first: blocks, tokens, heads.
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize("num_blocks", [1, 4])
+@pytest.mark.parametrize("room", [0, 1], ids=["dense", "apart"])
+def test_store_in_a_cache_of_any_strides(ops, order, num_blocks, room):
+    """Slots that follow each other in a block and across blocks, and scattered ones; a view."""
+    module, device = ops
+    shape = (num_blocks, 6, 2)  # blocks whose size is no power of two
+    pool = torch.empty(2, *(shape[axis] + room for axis in order), 16 + room, device=device)
+    views = pool.permute(0, *(1 + order.index(axis) for axis in range(3)), 4)
+    caches = views[:, :num_blocks, :6, :2, :16]
+    last = 6 * num_blocks - 1
+    for slots in ([last], [1, 2, 3], list(range(last + 1)), [last, 0, 3, 1], [last - 1, last]):
+        pool.fill_(NAN)
+        heads = randn(len(slots), 7, 16, device=device)
+        before = heads.double()
+        angle = 100 * randn(len(slots), 8, seed=1, device=device)
+        where = torch.tensor(slots, dtype=torch.int32, device=device)
+        module.rotate_and_store(heads, *caches, where, angle.cos(), angle.sin())
+        keys, values = (cache[where // 6, where % 6] for cache in caches)
+        assert_close(keys, reference.rotate(before[:, 3:5], angle.cos(), angle.sin()))
+        assert torch.equal(values.double(), before[:, 5:])
+        assert pool.isfinite().sum() == 2 * keys.numel(), "nothing else was written"
+
+
 def test_rotated_queries_are_a_view():
     heads, caches = randn(3, 8, 16, device=CPU), torch.empty(2, 1, 16, 2, 16)
     ones = torch.ones(3, 8)

@@ -154,6 +154,32 @@ def test_paged_decode_of_any_strides(order):
     assert_lse_close(lse, batch.truth_lse, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_paged_decode_of_a_table_for_each_head(dtype):
+    """Bit for bit what one table gives: the same table twice, and heads in blocks of their own."""
+    batch = PagedBatch([130, 5, 0], 16, heads=6, kv_heads=3, dtype=dtype)
+    truth = batch.attend(splits=2)
+    assert_close(truth, batch.truth)
+    keys, values, table = batch.keys, batch.values, batch.tables
+    batch.tables = table[:, None].expand(-1, 3, -1)
+    assert torch.equal(batch.attend(splits=2), truth)
+
+    # Each head's blocks in an order of its own.
+    orders = [torch.randperm(len(keys), generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    orders = torch.stack([torch.arange(len(keys)), *orders]).to(DEVICE)
+    batch.tables = orders.argsort(1).int()[:, table.long()].transpose(0, 1).contiguous()
+    head = torch.arange(3, device=DEVICE)
+    batch.keys, batch.values = (x[orders.T, :, head].transpose(1, 2) for x in (keys, values))
+    assert torch.equal(batch.attend(splits=2), truth)
+
+    # Each block holds one head, and the axis of heads has stride 0.
+    batch.tables = (3 * table[:, None] + head[:, None]).int()
+    batch.keys, batch.values = (
+        x.transpose(1, 2).flatten(0, 1)[:, :, None].expand(-1, -1, 3, -1) for x in (keys, values)
+    )
+    assert torch.equal(batch.attend(splits=2), truth)
+
+
 def test_paged_decode_ops():
     """The ops take what their kernels take, and refuse caches that do not match."""
     batch = PagedBatch([70, 5], 16)

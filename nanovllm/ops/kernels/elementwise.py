@@ -86,9 +86,13 @@ def _rotate_and_store_kernel(
     cos_ptr,
     sin_ptr,
     row_stride,
+    block_stride,
+    token_stride,
+    head_stride,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -117,14 +121,15 @@ def _rotate_and_store_kernel(
     to_query = is_query[:, None] & in_row[None, :]
     tl.store(source, out_first, mask=to_query)
     tl.store(source + HALF, out_second, mask=to_query)
-    slot = tl.load(slot_ptr + row).to(tl.int64) * (NUM_KV_HEADS * 2 * HALF)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
     to_key = is_key[:, None] & in_row[None, :]
-    target = key_ptr + slot + (head - NUM_Q_HEADS)[:, None] * (2 * HALF) + col[None, :]
+    kv_head = (head - NUM_Q_HEADS).to(tl.int64)
+    target = key_ptr + place + kv_head[:, None] * head_stride + col[None, :]
     tl.store(target, out_first, mask=to_key)
     tl.store(target + HALF, out_second, mask=to_key)
     to_value = (is_value & exists)[:, None] & in_row[None, :]
-    kv_head = head - NUM_Q_HEADS - NUM_KV_HEADS
-    target = value_ptr + slot + kv_head[:, None] * (2 * HALF) + col[None, :]
+    target = value_ptr + place + (kv_head - NUM_KV_HEADS)[:, None] * head_stride + col[None, :]
     tl.store(target, out_first, mask=to_value)
     tl.store(target + HALF, out_second, mask=to_value)
 
@@ -149,9 +154,11 @@ def rotate_and_store(
         cos,
         sin,
         heads.stride(0),
+        *key_cache.stride()[:3],
         NUM_Q_HEADS=num_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
+        BLOCK_SIZE=key_cache.shape[1],
         HEADS=heads_per_program,
         COLS=triton.next_power_of_2(head_dim // 2),
         num_warps=1,

@@ -22,6 +22,7 @@ def _decode_split_kernel(
     lse_ptr,
     scale_log2,
     table_stride,
+    table_head_stride,
     length_stride,
     q_stride,
     block_stride,
@@ -49,6 +50,7 @@ def _decode_split_kernel(
     dims = tl.arange(0, DIM_PAD)
     q_inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
     head = kv_head * GROUP + rows
+    table_ptr += seq.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head_stride
     q = tl.load(
         q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * DIM + dims[None, :],
         mask=q_inside,
@@ -61,11 +63,7 @@ def _decode_split_kernel(
     for tile in range(first_tile, last_tile):
         tokens = tile * TILE + tl.arange(0, TILE)
         visible = tokens < length
-        block = tl.load(
-            table_ptr + seq.to(tl.int64) * table_stride + tokens // BLOCK_SIZE,
-            mask=visible,
-            other=0,
-        ).to(tl.int64)
+        block = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
         offsets = block * block_stride + (tokens % BLOCK_SIZE).to(tl.int64) * token_stride
         pointers = (offsets + kv_head.to(tl.int64) * head_stride)[:, None] + dims[None, :]
         kv_inside = visible[:, None] & (dims < DIM)[None, :]
@@ -165,6 +163,7 @@ def _launch(
         part_lse,
         softmax_scale * 1.4426950408889634,  # log2(e): the kernel works in powers of two
         block_tables.stride(0),
+        block_tables.stride(1) if block_tables.dim() == 3 else 0,  # or heads share a table
         context_lens.stride(0),
         query.stride(0),
         *key_cache.stride()[:3],

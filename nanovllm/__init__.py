@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
     FULL = SparsePolicyType.FULL
     XATTN_BSA = SparsePolicyType.XATTN_BSA
+    QUEST = SparsePolicyType.QUEST
     STREAMING = SparsePolicyType.STREAMING
 
 __version__ = "0.1.0"
 __all__ = [
     "FULL",
     "LLM",
+    "QUEST",
     "STREAMING",
     "XATTN_BSA",
     "BackendUnavailableError",

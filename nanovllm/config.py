@@ -22,6 +22,7 @@ SparseEstimator = Literal["group", "row"]
 AttentionBackendName = Literal["auto", "fa4", "fa2", "cudnn", "flash", "flex", "torch"]
 _TILE = 128  # tokens along either side of a tile of the attention mask
 _STRIDES = {"group": (4, 8, 16), "row": (8, 16, 32, 64)}
+_PAGE_SIZES = (64, 128)
 _OFFLOAD_ONLY = ("cpu_memory_gb", "num_gpu_blocks", "prefill_order", "enable_nvtx")
 _XATTN_ONLY = (
     "sparse_threshold",
@@ -32,6 +33,13 @@ _XATTN_ONLY = (
     "sparse_vote_threshold",
     "sparse_dense_layers",
     "sparse_min_len",
+)
+_QUEST_ONLY = (
+    "decode_token_budget",
+    "decode_page_size",
+    "decode_hot_cache_gb",
+    "sparse_topk_blocks",
+    "sparse_threshold_blocks",
 )
 
 
@@ -106,6 +114,20 @@ class Config:
     sparse_min_len: int = 4096
     """With XATTN_BSA, tokens at positions before this attend densely, since selection would cost
     more than it saves; >= 0."""
+    decode_token_budget: int = 4096
+    """With decode_policy=QUEST, tokens of its context that each KV head attends to in a step, in
+    whole pages; >= 2 * decode_page_size."""
+    decode_page_size: int = 64
+    """With decode_policy=QUEST, tokens that are chosen together, 64 or 128. The bounds of a page's
+    keys take 1 / page size of the cache's bytes, on the device."""
+    decode_hot_cache_gb: float | None = None
+    """With decode_policy=QUEST and offload, GiB of device memory for pages that recent steps used;
+    0 keeps none from step to step. None: four times what a step attends to, on a CPU once."""
+    sparse_topk_blocks: int | None = None
+    """With decode_policy=QUEST, the budget in KV blocks; takes the place of
+    `decode_token_budget`."""
+    sparse_threshold_blocks: int = 0
+    """With decode_policy=QUEST, attend to all of a context of at most so many KV blocks; >= 0."""
     enable_offload: bool = False
     """Whether the KV cache lies in host memory and passes through a ring of slots on the device.
     Requests then run one at a time."""
@@ -158,6 +180,7 @@ class Config:
             raise ConfigError(f"seed={self.seed!r} is not an integer")
         self._check_offload()
         self._check_sparse()
+        self._check_quest()
         share = self.gpu_memory_utilization
         if not (isinstance(share, (int, float)) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization={share!r} is not a number in (0, 1]")
@@ -175,15 +198,12 @@ class Config:
         return self.kvcache_block_size
 
     def _check_offload(self) -> None:
-        slots, gib = self.num_gpu_blocks, self.cpu_memory_gb
+        slots = self.num_gpu_blocks
         if slots is not None:
             _at_least_one("num_gpu_blocks", slots)
             if slots < 2:
                 raise ConfigError("num_gpu_blocks=1: one slot loads while another is read, so >= 2")
-        if gib is not None and not (
-            isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 <= gib < math.inf
-        ):
-            raise ConfigError(f"cpu_memory_gb={gib!r} is not a number of GiB")
+        _gib("cpu_memory_gb", self.cpu_memory_gb)
         if not self.enable_offload:
             self._refuse(_OFFLOAD_ONLY, "a KV cache in host memory: set enable_offload=True")
 
@@ -214,6 +234,23 @@ class Config:
             )
         if self.sparse_policy is not SparsePolicyType.XATTN_BSA:
             self._refuse(_XATTN_ONLY, "sparse_policy=XATTN_BSA")
+
+    def _check_quest(self) -> None:
+        if self.decode_page_size not in _PAGE_SIZES:
+            raise ConfigError(f"decode_page_size={self.decode_page_size!r} is none of 64, 128")
+        _at_least("decode_token_budget", self.decode_token_budget, 2 * self.decode_page_size)
+        if self.sparse_topk_blocks is not None:
+            _at_least_one("sparse_topk_blocks", self.sparse_topk_blocks)
+        _at_least("sparse_threshold_blocks", self.sparse_threshold_blocks, 0)
+        _gib("decode_hot_cache_gb", self.decode_hot_cache_gb)
+        if self.decode_policy is not SparsePolicyType.QUEST:
+            self._refuse(_QUEST_ONLY, "decode_policy=QUEST")
+            return
+        if self.decode_hot_cache_gb is not None and not self.enable_offload:
+            raise ConfigError(
+                f"decode_hot_cache_gb={self.decode_hot_cache_gb!r} is for a KV cache in host "
+                "memory: set enable_offload=True"
+            )
 
     def _refuse(self, names: tuple[str, ...], what_for: str) -> None:
         """Refuse options that are set although nothing reads them."""
@@ -250,6 +287,14 @@ def _at_least_one(name: str, value: object) -> None:
 def _at_least(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r} is not an integer >= {least}")
+
+
+def _gib(name: str, value: float | None) -> None:
+    if value is None:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < math.inf):
+        raise ConfigError(f"{name}={value!r} is not a number of GiB")
 
 
 def _number(name: str, value: object, least: float = 0, most: float = 1) -> float:

@@ -151,6 +151,8 @@ class LLM:
             kv_device_bytes, kv_host_bytes: memory that the KV cache takes now, buffers included.
             attention: what the prefill policy chose; see `TilePolicy.get_density_stats`. Empty for
                 FULL, which chooses everything.
+            pages: with offload and `decode_policy=QUEST`, how often decode's pages were on the
+                device; see `HotPages.stats`. Empty otherwise.
             peak_device_bytes: most memory in use on the device; on a CPU, by the process.
             num_preemptions: how often a request had to compute its tokens again.
         """

@@ -26,6 +26,7 @@ import pytest
 
 from nanovllm import (
     LLM,
+    QUEST,
     XATTN_BSA,
     BackendUnavailableError,
     CapacityError,
@@ -48,7 +49,6 @@ from nanovllm.eval.needle_summary import as_text, summarise
 from nanovllm.eval.record_file import RecordFile
 from nanovllm.eval.ruler.policies import PolicySpec, make_policy
 
-NOT_YET = ("enable_quest",)
 # Options of one mode only, and their defaults.
 ONE_NEEDLE = {"input_len": 4096, "needle_position": 0.5, "needle_value": DEFAULT_VALUE}
 GRID = {"grid_depths": 5, "repeats": 1, "json_output": None, "heat_map": None}
@@ -112,13 +112,6 @@ def test_haystack_is_seeded_and_has_no_digits():
 
     assert first(1) == first(1) != first(2)
     assert not any(c.isdigit() for c in first(1))
-
-
-def test_command_line_refuses_what_is_not_built(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["--enable-quest"])
-    assert exit_.value.code == 2
-    assert "--enable-quest is not built yet" in capsys.readouterr().err
 
 
 def test_command_line_passes_on_what_the_engine_refuses(capsys):
@@ -229,6 +222,15 @@ def test_command_line_with_the_cache_in_host_memory(capsys):
     assert "KV cache:" in out
 
 
+@pytest.mark.parametrize("where", [[], ["--enable-offload"]], ids=["resident", "offload"])
+def test_command_line_with_sparse_decode(where, capsys):
+    """A quarter of 2,000 tokens, and the needle is found."""
+    sparse = ["--enable-quest", "--decode-token-budget", "512"]
+    assert main(["--input-len", "2000", *where, *sparse]) == 0
+    out = capsys.readouterr().out
+    assert ("pages that decode wanted were on the device" in out) == bool(where)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [[], ["--enable-offload"]], ids=["resident", "offload"])
 def test_command_line_with_sparse_attention(where, capsys):
@@ -244,9 +246,6 @@ def test_command_line_with_sparse_attention(where, capsys):
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    for name in NOT_YET:
-        if getattr(args, name):
-            parser.error(f"--{name.replace('_', '-')} is not built yet")
     try:
         _choose_mode(args)
         return _find_grid(args) if args.grid_lengths else _find_one(args)
@@ -345,17 +344,19 @@ def _policy(args: argparse.Namespace) -> PolicySpec:
 
 
 def _sparse_options(args: argparse.Namespace) -> dict[str, Any]:
-    if not args.enable_xattn_bsa:
-        return {}
-    given = {
-        "sparse_threshold": args.sparse_threshold,
-        "sparse_estimator": args.sparse_estimator,
-        "sparse_stride": args.sparse_stride,
-        "sparse_guard": args.sparse_guard,
-        "sparse_min_len": args.sparse_min_len,
-    }
-    options = {name: value for name, value in given.items() if value is not None}
-    return {"sparse_policy": XATTN_BSA, **options}
+    given: dict[str, Any] = {}
+    if args.enable_xattn_bsa:
+        given |= {
+            "sparse_policy": XATTN_BSA,
+            "sparse_threshold": args.sparse_threshold,
+            "sparse_estimator": args.sparse_estimator,
+            "sparse_stride": args.sparse_stride,
+            "sparse_guard": args.sparse_guard,
+            "sparse_min_len": args.sparse_min_len,
+        }
+    if args.enable_quest:
+        given |= {"decode_policy": QUEST, "decode_token_budget": args.decode_token_budget}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -389,7 +390,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sparse-stride", type=int, help="of the estimate")
     add("--sparse-guard", type=float, help="keep tiles with more than this share of a row's mass")
     add("--sparse-min-len", type=int, default=0, help="tokens at positions before are dense")
-    add("--enable-quest", action="store_true", help="not built yet")
+    add("--enable-quest", action="store_true", help="sparse attention in decode")
+    add("--decode-token-budget", type=int, help="tokens that each KV head attends to in decode")
     return parser
 
 

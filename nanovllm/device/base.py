@@ -40,6 +40,11 @@ class Device(ABC):
         checked = os.environ.get("NANOVLLM_CHECK_STREAMS") == "1"
         self._order = StreamOrder() if checked else None
 
+    @property
+    def checks_order(self) -> bool:
+        """Whether accesses to shared buffers are checked."""
+        return self._order is not None
+
     def active(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels go to this device's `compute_stream`.
 

@@ -12,13 +12,21 @@ from nanovllm.config import Config
 from nanovllm.device import Device
 from nanovllm.engine.memory_plan import plan_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.offload_plan import plan_offload, plan_whole_prefill, reserve_layer
+from nanovllm.engine.offload_plan import (
+    OffloadPlan,
+    plan_hot_slots,
+    plan_offload,
+    plan_whole_prefill,
+    reserve_layer,
+)
 from nanovllm.engine.offload_runner import OffloadRunner
+from nanovllm.engine.page_decoder import PageDecoder
 from nanovllm.engine.runner import Runner
 from nanovllm.engine.sampler import Sampler
 from nanovllm.engine.scheduler import Step
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import CapacityError, ConfigError
+from nanovllm.kvcache.hot_pages import HotPages
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.resident import ResidentKVCache
@@ -54,7 +62,7 @@ class LoadedModel:
     chunk_multiple: int
     """Where chunks end that are not a prompt's last, in tokens."""
     caches_answers: bool
-    """Whether decode attends as prefill does, so that its blocks may serve other prompts."""
+    """See `Attention.caches_answers`."""
     max_whole_prefill_tokens: int = 0
     """Most tokens of a prefill that one step computes, layer-major, whatever its budget."""
 
@@ -137,6 +145,11 @@ def _attention(config: Config, device: Device, dtype: torch.dtype, head_dim: int
         BackendUnavailableError: the named backend cannot run here, or not what the policy needs.
     """
     prefill, decode = create_policies(config)
+    if decode.pages is not None and config.block_size % decode.pages.page_size:
+        raise ConfigError(
+            f"kvcache_block_size={config.block_size} is not a multiple of the pages of "
+            f"{decode.pages.page_size} tokens of {type(decode).__name__}"
+        )
     kernel = (config.attention_backend, device.torch_device, dtype, head_dim)
     tile_backend = None
     if prefill.works_on_tiles:
@@ -161,12 +174,17 @@ def _make_resident(
     config: Config, parts: _Parts, max_model_len: int, length_reason: str
 ) -> LoadedModel:
     device, layout = parts.device, parts.layout
+    pages = parts.attention.decode.pages
+    page_size = None if pages is None else pages.page_size
+    block_bytes = layout.block_bytes
+    if page_size is not None:
+        block_bytes += layout.page_bound_bytes(page_size)
 
     def make_runner(num_blocks: int) -> ModelRunner:
         return ModelRunner(
             parts.model,
             parts.rotary,
-            ResidentKVCache(layout, num_blocks, device.torch_device),
+            ResidentKVCache(layout, num_blocks, device.torch_device, page_size),
             parts.attention,
             device,
             max_model_len,
@@ -186,7 +204,7 @@ def _make_resident(
     step_bytes = device.peak_memory_bytes(partial(_run, probe, device, seq, num_tokens, many))
     del probe
 
-    num_blocks = plan_kv_cache(config, device, layout.block_bytes, max_model_len, step_bytes)
+    num_blocks = plan_kv_cache(config, device, block_bytes, max_model_len, step_bytes)
     capacity = num_blocks * layout.block_size
     if capacity < max_model_len:
         logger.warning(
@@ -211,7 +229,7 @@ def _make_resident(
         length_reason=length_reason,
         max_num_seqs=config.max_num_seqs,
         chunk_multiple=parts.chunk_multiple,
-        caches_answers=not parts.attention.prefill.works_on_tiles,
+        caches_answers=parts.attention.caches_answers,
     )
 
 
@@ -223,7 +241,15 @@ def _make_offloaded(
     chunk_tokens = config.max_num_batched_tokens
     chunk_tokens -= chunk_tokens % parts.chunk_multiple
     plan = plan_offload(config, device, layout, max_model_len, length_reason)
-    engine = OffloadEngine(device, layout, plan.num_host_blocks, plan.num_slots, plan.num_staging)
+    hot = _make_hot_pages(config, parts, plan)
+    engine = OffloadEngine(
+        device, layout, plan.num_host_blocks, plan.num_slots, plan.num_staging, hot
+    )
+    decoder = None
+    if hot is not None:
+        decoder = PageDecoder(
+            parts.model, parts.rotary, engine, hot, parts.attention, device, plan.max_model_len
+        )
     runner = OffloadRunner(
         parts.model,
         parts.rotary,
@@ -231,6 +257,7 @@ def _make_offloaded(
         parts.attention,
         device,
         chunk_tokens,
+        decoder,
         config.enable_nvtx,
     )
     # The largest step is a chunk whose history comes from the host. Where that is merged, one block
@@ -265,6 +292,9 @@ def _make_offloaded(
         max_whole_prefill_tokens = plan_whole_prefill(
             config, device, plan.max_model_len, token_bytes, step_bytes
         )
+        if decoder is not None and device.records_graphs and not config.enforce_eager:
+            with device.active():
+                decoder.capture_graph()
         undo.pop_all()
     return LoadedModel(
         runner=runner,
@@ -275,8 +305,26 @@ def _make_offloaded(
         length_reason=plan.length_reason,
         max_num_seqs=1,
         chunk_multiple=parts.chunk_multiple,
-        caches_answers=not parts.attention.prefill.works_on_tiles,
+        caches_answers=parts.attention.caches_answers,
         max_whole_prefill_tokens=max_whole_prefill_tokens,
+    )
+
+
+def _make_hot_pages(config: Config, parts: _Parts, plan: OffloadPlan) -> HotPages | None:
+    """Make room for decode's pages on the device, if it chooses pages."""
+    budget, layout = parts.attention.decode.pages, parts.layout
+    if budget is None:
+        return None
+    max_blocks = layout.num_blocks_for(plan.max_model_len)
+    num_hot = plan_hot_slots(config, parts.device, layout, budget, max_blocks, plan.num_host_blocks)
+    return HotPages(
+        parts.device,
+        layout,
+        plan.num_host_blocks,
+        max_blocks,
+        budget.page_size,
+        num_hot,
+        keeps=config.decode_hot_cache_gb != 0,
     )
 
 

@@ -1,10 +1,12 @@
-"""Runs a step's tokens through the model: the loop over layers, and CUDA graphs of decode steps."""
+"""Runs steps of many sequences, with CUDA graphs of those that only decode."""
 
 from typing import Any
 
 import torch
 
 from nanovllm.device import Device
+from nanovllm.engine.decode_graph import DecodeGraph
+from nanovllm.engine.forward import forward
 from nanovllm.engine.runner import Runner
 from nanovllm.engine.scheduler import Step
 from nanovllm.engine.step_inputs import StepInputs, build_step_inputs
@@ -43,7 +45,7 @@ class ModelRunner(Runner):
         self._attention = attention
         self._device = device
         self._max_blocks = -(-max_model_len // cache.block_size)
-        self._graphs: dict[int, _DecodeGraph] = {}
+        self._graphs: dict[int, DecodeGraph] = {}
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
@@ -51,11 +53,11 @@ class ModelRunner(Runner):
             inputs = self._inputs(step, pad_decodes_to=graph.size)
             return graph.run(inputs)[: len(step.decodes)]
         inputs = self._inputs(step)
-        tokens, tables = inputs.split(self._device.upload(inputs.data, torch.int32))
+        tokens, *decode = inputs.split(self._device.upload(inputs.data, torch.int32))
         batch = AttentionBatch(
             slot_mapping=tokens[2],
             prefills=self._segments(step),
-            decodes=self._decode_batch(step, tables) if step.decodes else None,
+            decodes=self._decode_batch(step, *decode) if step.decodes else None,
         )
         rows = self._device.upload(step.sampled_rows, torch.int64)
         return self._logits(tokens, batch, rows)
@@ -66,7 +68,7 @@ class ModelRunner(Runner):
         largest = min(max_num_seqs, _GRAPH_SIZES[-1])
         for size in [largest, *(size for size in reversed(_GRAPH_SIZES) if size < largest)]:
             inputs = self._inputs(Step(), pad_decodes_to=size)
-            self._graphs[size] = _DecodeGraph(self, self._device, inputs)
+            self._graphs[size] = DecodeGraph(self._device, inputs, self._decode_logits)
         logger.info("recorded decode graphs for up to %d sequences", max(self._graphs))
 
     def stats(self) -> dict[str, Any]:
@@ -75,6 +77,7 @@ class ModelRunner(Runner):
             "kv_device_bytes": self._cache.num_bytes,
             "kv_host_bytes": 0,
             "attention": self._attention.prefill.stats(),
+            "pages": {},
         }
 
     def reset_stats(self) -> None:
@@ -83,15 +86,17 @@ class ModelRunner(Runner):
     def close(self) -> None:
         pass
 
-    def decode_logits(self, tokens: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    def _decode_logits(
+        self, tokens: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor
+    ) -> torch.Tensor:
         """Return the logits of a step that only decodes, from its inputs on the device."""
         batch = AttentionBatch(
             slot_mapping=tokens[2],
             prefills=(),
             decodes=DecodeBatch(
-                rows=slice(0, len(tables)),
-                block_tables=tables[:, 1:],
-                context_lens=tables[:, 0],
+                rows=slice(0, len(block_tables)),
+                block_tables=block_tables,
+                context_lens=context_lens,
                 slots=None,
             ),
         )
@@ -100,20 +105,11 @@ class ModelRunner(Runner):
     def _logits(
         self, tokens: torch.Tensor, batch: AttentionBatch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the logits of `rows` of the step, or of all: the loop over layers."""
+        """Return the logits of `rows` of the step, or of all."""
         token_ids, positions, _ = tokens
         cos, sin = self._rotary.angles(positions)
         step = ResidentAttention(batch, self._cache.layers, self._attention, cos, sin)
-        *layers, last = self._model.layers
-        hidden: torch.Tensor = self._model.embed_tokens(token_ids)
-        residual = None
-        for layer in layers:
-            hidden, residual = layer(hidden, residual, step)
-        # Nothing attends to the last layer's output: only rows that are sampled go on from there.
-        hidden, residual = last(hidden, residual, step, rows)
-        hidden, _ = self._model.norm.add(hidden, residual)
-        logits: torch.Tensor = self._model.lm_head(hidden)
-        return logits
+        return forward(self._model, token_ids, step, rows)
 
     def _inputs(self, step: Step, pad_decodes_to: int = 0) -> StepInputs:
         return build_step_inputs(
@@ -143,7 +139,9 @@ class ModelRunner(Runner):
             start += num_tokens
         return segments
 
-    def _decode_batch(self, step: Step, tables: torch.Tensor) -> DecodeBatch:
+    def _decode_batch(
+        self, step: Step, context_lens: torch.Tensor, block_tables: torch.Tensor
+    ) -> DecodeBatch:
         slots = None
         if not self._device.runs_triton:
             block_size = self._cache.block_size
@@ -153,34 +151,11 @@ class ModelRunner(Runner):
             ]
         return DecodeBatch(
             rows=slice(step.num_tokens - len(step.decodes), step.num_tokens),
-            block_tables=tables[:, 1:],
-            context_lens=tables[:, 0],
+            block_tables=block_tables,
+            context_lens=context_lens,
             slots=slots,
         )
 
-    def _graph_for(self, num_seqs: int) -> "_DecodeGraph | None":
+    def _graph_for(self, num_seqs: int) -> DecodeGraph | None:
         size = min((size for size in self._graphs if size >= num_seqs), default=0)
         return self._graphs.get(size)
-
-
-class _DecodeGraph:
-    """A recorded decode step of a fixed number of sequences."""
-
-    _logits: torch.Tensor
-
-    def __init__(self, runner: ModelRunner, device: Device, inputs: StepInputs) -> None:
-        self._device = device
-        self._data = device.upload(inputs.data, torch.int32)
-        tokens, tables = inputs.split(self._data)
-        self.size = len(tables)
-
-        def record() -> None:
-            self._logits = runner.decode_logits(tokens, tables)
-
-        self._replay = device.capture(record)
-
-    def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Replay the step on other inputs. The logits are overwritten by the next replay."""
-        self._device.upload(inputs.data, torch.int32, out=self._data)
-        self._replay()
-        return self._logits

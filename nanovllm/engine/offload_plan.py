@@ -7,6 +7,7 @@ from nanovllm.device import Device, free_host_bytes
 from nanovllm.errors import CapacityError
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.paged_layer import PageBudget
 from nanovllm.log import get_logger
 
 logger = get_logger(__name__)
@@ -16,6 +17,8 @@ _HOST_SHARE = 0.5  # of what is free: pinned memory is lost to everyone else
 _CPU_SHARE = 0.25  # where the device computes in the same memory, and other programs live there too
 _RING_TOKENS = 65536  # half of them is what attention gets at a time: long enough to be efficient
 _STAGING_BYTES = 64 << 20  # two copies in flight, each long enough to run at full speed
+
+_HOT_STEPS = 4  # pages of so many steps stay on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,56 @@ def plan_offload(
         device.name,
     )
     return OffloadPlan(num_blocks, num_slots, num_staging, max_model_len, length_reason)
+
+
+def plan_hot_slots(
+    config: Config,
+    device: Device,
+    layout: KVLayout,
+    budget: PageBudget,
+    max_blocks: int,
+    num_host_blocks: int,
+) -> int:
+    """Return how many pages each layer and KV head keeps on the device for decode.
+
+    Args:
+        config: the options.
+        device: with the weights there, ring and staging not yet.
+        layout: shape of the KV cache.
+        budget: what a step attends to.
+        max_blocks: most KV blocks of a sequence.
+        num_host_blocks: blocks whose pages' bounds lie on the device.
+
+    Raises:
+        CapacityError: the pages of one step do not fit into what the option allows, or what is
+            needed not on the device.
+    """
+    max_pages = max_blocks * layout.block_size // budget.page_size
+    num_chosen = budget.num_chosen(max_pages)
+    slot_bytes = layout.num_layers * budget.page_size * layout.token_bytes
+    if config.decode_hot_cache_gb:
+        num_hot = min(int(config.decode_hot_cache_gb * _GIB) // slot_bytes, max_pages)
+    elif config.decode_hot_cache_gb is None and device.torch_device.type != "cpu":
+        num_hot = min(_HOT_STEPS * num_chosen, max_pages)
+    else:
+        num_hot = num_chosen
+    if num_hot < num_chosen:
+        raise CapacityError(
+            f"decode_hot_cache_gb={config.decode_hot_cache_gb} holds {num_hot} pages of each KV "
+            f"head, and a step attends to {num_chosen}, {num_chosen * slot_bytes / _GIB:.2f} GiB. "
+            "Raise it, or lower decode_token_budget"
+        )
+    bounds = num_host_blocks * layout.page_bound_bytes(budget.page_size)
+    needed, free = num_hot * slot_bytes + bounds, device.free_memory_bytes()
+    if needed > free:
+        raise CapacityError(
+            f"the pages of decode need {needed / _GIB:.2f} GiB on {device.name}, "
+            f"{bounds / _GIB:.2f} GiB of them for the bounds of {num_host_blocks} host blocks, and "
+            f"{free / _GIB:.2f} GiB are free. Lower decode_hot_cache_gb, decode_token_budget or "
+            "cpu_memory_gb"
+        )
+    logger.info("decode: %d of %d pages of each KV head on the device", num_hot, max_pages)
+    return num_hot
 
 
 def plan_whole_prefill(

@@ -4,9 +4,11 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.device import Device
+from nanovllm.engine.page_decoder import PageDecoder
 from nanovllm.engine.runner import Runner
 from nanovllm.engine.scheduler import Step
 from nanovllm.engine.sequence import Sequence
@@ -33,6 +35,7 @@ class OffloadRunner(Runner):
         attention: Attention,
         device: Device,
         chunk_tokens: int,
+        decoder: PageDecoder | None,
         nvtx: bool,
     ) -> None:
         self._model = model
@@ -41,6 +44,7 @@ class OffloadRunner(Runner):
         self._attention = attention
         self._device = device
         self._chunk_tokens = chunk_tokens
+        self._decoder = decoder
         self._nvtx = nvtx
 
     @torch.inference_mode()
@@ -55,6 +59,10 @@ class OffloadRunner(Runner):
         engine.pool.reserve(
             seq.block_table[first_block : layout.num_blocks_for(start + num_tokens)]
         )
+        if self._decoder is not None:
+            if not is_prefill:
+                return self._decoder.run(seq)
+            self._decoder.forget()
         token_ids = device.upload(seq.token_ids[start : start + num_tokens], torch.int32)
         chunks = self._chunks(seq, num_tokens, is_prefill)
         engine.begin_step(chunks[-1].num_buffer_tokens)
@@ -81,17 +89,20 @@ class OffloadRunner(Runner):
             "kv_device_bytes": self._engine.num_device_bytes,
             "kv_host_bytes": self._engine.pool.num_bytes,
             "attention": self._attention.prefill.stats(),
+            "pages": {} if self._engine.hot is None else self._engine.hot.stats(),
         }
 
     def reset_stats(self) -> None:
         self._engine.stats.reset()
+        if self._engine.hot is not None:
+            self._engine.hot.reset_stats()
         self._attention.prefill.reset_stats()
 
     def close(self) -> None:
         self._engine.close()
 
     def _chunks(self, seq: Sequence, num_tokens: int, is_prefill: bool) -> Seq[Chunk]:
-        block_size = self._engine.pool.layout.block_size
+        block_size, device = self._engine.pool.layout.block_size, self._device
         start = seq.num_computed_tokens
         stop = start + num_tokens
         device_start = start // block_size * block_size
@@ -101,7 +112,12 @@ class OffloadRunner(Runner):
             start - buffer_start,
             stop - buffer_start,
             dtype=torch.int32,
-            device=self._device.torch_device,
+            device=device.torch_device,
+        ).split(self._chunk_tokens)
+        blocks = np.asarray(seq.block_table[device_start // block_size :], dtype=np.int64)
+        offsets = np.arange(start, stop) - device_start
+        cache_slots = device.upload(
+            blocks[offsets // block_size] * block_size + offsets % block_size, torch.int32
         ).split(self._chunk_tokens)
         # As far as the phase goes, so that what a prefill reads can be told beforehand.
         num_generated = seq.num_tokens - seq.num_prompt_tokens
@@ -120,8 +136,9 @@ class OffloadRunner(Runner):
                 is_last=i == len(slots) - 1,
                 continues=continues,
                 slots=places,
+                cache_slots=own,
             )
-            for i, places in enumerate(slots)
+            for i, (places, own) in enumerate(zip(slots, cache_slots, strict=True))
         ]
 
     def _attention_step(self, chunk: Chunk) -> OffloadedAttention:

@@ -14,7 +14,7 @@ from nanovllm.engine.sequence import Sequence
 class StepInputs:
     """A step's tokens: chunks of prefilling sequences, then one token of each decoding one.
 
-    Both arrays lie in one, `data`, so that one copy takes them to the device.
+    All arrays lie in one, `data`, so that one copy takes them to the device.
     """
 
     data: npt.NDArray[np.int32]
@@ -23,16 +23,18 @@ class StepInputs:
     max_blocks: int
     """Width of the block tables."""
 
-    def split(self, data: Any) -> tuple[Any, Any]:
+    def split(self, data: Any) -> tuple[Any, Any, Any]:
         """Return views of `data`, which is this object's or a copy of it elsewhere.
 
         Returns:
             tokens `[3, num_tokens]`: token ids, positions, slots that keys and values go to;
-            tables `[num_decodes, 1 + max_blocks]`: context length and block table of each
-            decoding sequence.
+            context lengths `[num_decodes]` and block tables `[num_decodes, max_blocks]` of the
+            decoding sequences.
         """
-        end = 3 * self.num_tokens
-        return data[:end].reshape(3, -1), data[end:].reshape(self.num_decodes, 1 + self.max_blocks)
+        first = 3 * self.num_tokens
+        second = first + self.num_decodes
+        tables = data[second:].reshape(self.num_decodes, self.max_blocks)
+        return data[:first].reshape(3, -1), data[first:second], tables
 
 
 def build_step_inputs(
@@ -52,20 +54,20 @@ def build_step_inputs(
     size = 3 * num_tokens + num_decodes * (1 + max_blocks)
     data = np.zeros(size, dtype=np.int32)
     inputs = StepInputs(data, num_tokens, num_decodes, max_blocks)
-    tokens, tables = inputs.split(data)
+    tokens, lens, tables = inputs.split(data)
     start = 0
     for seq, count in step.prefills:
         _fill(tokens[:, start : start + count], seq, block_size)
         start += count
     for row, seq in enumerate(step.decodes):
         _fill(tokens[:, start + row : start + row + 1], seq, block_size)
-        tables[row, 0] = seq.num_tokens
-        tables[row, 1 : 1 + len(seq.block_table)] = seq.block_table
+        lens[row] = seq.num_tokens
+        tables[row, : len(seq.block_table)] = seq.block_table
     # A padding row attends to one token, its own, in the scrap block.
     padding = start + len(step.decodes)
     tokens[2, padding:] = scrap_block * block_size
-    tables[len(step.decodes) :, 0] = 1
-    tables[len(step.decodes) :, 1] = scrap_block
+    lens[len(step.decodes) :] = 1
+    tables[len(step.decodes) :, 0] = scrap_block
     return inputs
 
 

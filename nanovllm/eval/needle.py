@@ -174,7 +174,13 @@ def describe_transfers(stats: dict[str, Any]) -> list[str]:
             (traffic[direction]["key_bytes"] + traffic[direction]["value_bytes"]) / mib
             for direction in ("d2h", "h2d")
         )
+        if phase == "decode":
+            read += stats["pages"].get("bytes_fetched", 0) / mib
         lines.append(f"  {phase}: {written:.0f} MiB written to host memory, {read:.0f} MiB read")
+    if pages := stats["pages"]:
+        lines.append(
+            f"  {pages['hit_rate']:.0%} of the pages that decode wanted were on the device"
+        )
     return lines
 
 

@@ -35,6 +35,8 @@ class Chunk:
     """Whether a later step of the same phase is to be expected."""
     slots: torch.Tensor
     """int32 `[num_tokens]`: the chunk's places in the buffer that it is stored in."""
+    cache_slots: torch.Tensor
+    """int32 `[num_tokens]`: its slots among all host blocks."""
 
     @property
     def context_len(self) -> int:

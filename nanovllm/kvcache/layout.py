@@ -44,3 +44,19 @@ class KVLayout:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold that many tokens."""
         return -(-num_tokens // self.block_size)
+
+    def page_bound_bytes(self, page_size: int) -> int:
+        """Return the bytes of the bounds of a block's pages over all layers."""
+        return self.block_bytes // page_size
+
+    def empty_page_bounds(
+        self, num_blocks: int, page_size: int, device: torch.device
+    ) -> torch.Tensor:
+        """Return room for the bounds of all pages of some blocks, in every layer.
+
+        `[num_layers, num_pages, num_kv_heads, 2, head_dim]`: of each channel of a page's keys the
+        least and the greatest value.
+        """
+        num_pages = num_blocks * self.block_size // page_size
+        shape = (self.num_layers, num_pages, self.num_kv_heads, 2, self.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=device)

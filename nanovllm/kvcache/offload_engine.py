@@ -16,6 +16,7 @@ from nanovllm.device import Device, Event, Span
 from nanovllm.kvcache.chunk import Chunk
 from nanovllm.kvcache.host_pool import HostPool
 from nanovllm.kvcache.host_writer import HostWriter, distinct, wait_timed
+from nanovllm.kvcache.hot_pages import HotPages
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.recent import RecentKV
 from nanovllm.metrics.transfer import TransferStats
@@ -59,6 +60,7 @@ class OffloadEngine:
         num_host_blocks: KV blocks that host memory may hold.
         num_slots: slots of the ring, at least 2.
         num_staging: staging buffers for blocks on their way to the host, at least 1.
+        hot: where decode's pages lie on the device, if decode chooses pages.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class OffloadEngine:
         num_host_blocks: int,
         num_slots: int,
         num_staging: int,
+        hot: HotPages | None = None,
     ) -> None:
         self.device = device
         self.compute_stream = device.compute_stream
         self.stats = TransferStats()
         self.pool = HostPool(device, layout, num_host_blocks)
-        self.recent = RecentKV(device, layout)
+        self.hot = hot
+        self.recent = RecentKV(device, layout, None if hot is None else hot.tails)
         self._writer = HostWriter(device, self.pool, num_staging, self.stats)
         self.prefill_offload_streams = self._writer.prefill_offload_streams
         self.num_slots = num_slots
@@ -106,8 +110,10 @@ class OffloadEngine:
 
     @property
     def num_device_bytes(self) -> int:
-        """Device memory of ring, window, staging, tails and prefill buffer."""
+        """Device memory of ring, window, staging, tails, prefill buffer and pages."""
         own = self._slots.nbytes + self._window.nbytes
+        if self.hot is not None:
+            own += self.hot.num_bytes
         return own + self._writer.num_bytes + self.recent.num_bytes
 
     def close(self) -> None:
@@ -234,6 +240,28 @@ class OffloadEngine:
             places.stop * self._block_size - chunk.buffer_start,
         )
         self._writer.write(layer_id, block_ids, keys[tokens], values[tokens])
+
+    def write_tails(self, block_id: int) -> None:
+        """Write every layer's tail, a full block, to host memory. Does not wait for the device."""
+        self.drop_loads()
+        for layer_id in range(self.pool.layout.num_layers):
+            tail = self.recent.storage(layer_id, self._block_size)
+            keys, values = tail.read(slice(0, self._block_size))
+            self._writer.write(layer_id, [block_id], keys, values)
+
+    def let_read(self, block_ids: Seq[int], num_known: int) -> None:
+        """Let kernels launched after this read blocks in host memory, in every layer.
+
+        Args:
+            block_ids: a sequence's blocks, in order.
+            num_known: how many of the first ones were read before.
+        """
+        for layer_id in range(self.pool.layout.num_layers):
+            for block_id in block_ids[num_known:]:
+                self._wait(self._writer.host_ready(layer_id, block_id))
+            # A loop for nothing, at every step, where order is not checked.
+            for block_id in block_ids if self.device.checks_order else ():
+                self.device.touch(reads=Span(("host", layer_id), block_id, 1))
 
     def read_host_block(self, layer_id: int, block_id: int) -> torch.Tensor:
         """Return a block in host memory, `[2, num_kv_heads, block_size, head_dim]`.

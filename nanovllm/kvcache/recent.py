@@ -17,10 +17,10 @@ class RecentKV:
     were gathered from host memory. Both are token-major, as attention reads.
     """
 
-    def __init__(self, device: Device, layout: KVLayout) -> None:
+    def __init__(self, device: Device, layout: KVLayout, tails: torch.Tensor | None = None) -> None:
         self._layout = layout
         self._device = device.torch_device
-        self._tails = self._empty(layout.num_layers)
+        self._tails = self._empty(layout.num_layers) if tails is None else tails
         self._buffer = self._empty(0)
 
     @property

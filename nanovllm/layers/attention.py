@@ -11,12 +11,14 @@ import torch
 
 from nanovllm.kvcache.attention_batch import AttentionBatch
 from nanovllm.kvcache.chunk import Chunk
+from nanovllm.kvcache.hot_pages import HotPages
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.resident import LayerKV
 from nanovllm.kvcache.source import OffloadedSource, ResidentSource
 from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
 from nanovllm.ops.backends import AttentionBackend, TileBackend
 from nanovllm.ops.elementwise import rotate_and_store
+from nanovllm.ops.pages import update_page_bounds
 
 
 class AttentionStep(ABC):
@@ -47,6 +49,11 @@ class Attention:
     tile_backend: TileBackend | None
     """None if no policy works on tiles."""
 
+    @property
+    def caches_answers(self) -> bool:
+        """Whether decode attends as prefill does, so that its blocks may serve other prompts."""
+        return not self.prefill.works_on_tiles and self.decode.pages is None
+
 
 @dataclass(frozen=True, slots=True)
 class ResidentAttention(AttentionStep):
@@ -65,6 +72,15 @@ class ResidentAttention(AttentionStep):
         query = rotate_and_store(
             heads, layer_kv.keys, layer_kv.values, batch.slot_mapping, self.cos, self.sin
         )
+        if layer_kv.page_bounds is not None:
+            assert attention.decode.pages is not None
+            update_page_bounds(
+                layer_kv.page_bounds,
+                layer_kv.keys,
+                batch.slot_mapping,
+                batch.slot_mapping,
+                attention.decode.pages.page_size,
+            )
         scale = query.shape[-1] ** -0.5
         outputs = []
         for segment in batch.prefills:
@@ -101,6 +117,8 @@ class OffloadedAttention(AttentionStep):
         chunk, engine, attention = self.chunk, self.engine, self.attention
         target = engine.recent.begin(layer_id, chunk)
         query = rotate_and_store(heads, target.keys, target.values, chunk.slots, self.cos, self.sin)
+        if engine.hot is not None:
+            engine.hot.note(layer_id, target.keys, chunk.slots, chunk.cache_slots)
         # Before attention, so that the copies to the host run beside it.
         engine.write_full_blocks(layer_id, chunk)
         engine.recent.end(layer_id, chunk)
@@ -126,3 +144,30 @@ class OffloadedAttention(AttentionStep):
         if layer_id + 1 < self.num_layers:
             return layer_id + 1
         return 0 if self.chunk.continues else None
+
+
+@dataclass(frozen=True, slots=True)
+class HotAttention(AttentionStep):
+    """A decode step that reads chosen pages of a KV cache in host memory."""
+
+    hot: HotPages
+    attention: Attention
+    block_tables: torch.Tensor
+    """int32 `[1, max_blocks]`."""
+    context_lens: torch.Tensor
+    """int32 `[1]`, the new token included."""
+    tail_slots: torch.Tensor
+    """int32 `[1]`: the token's place in its sequence's unfinished block."""
+    cache_slots: torch.Tensor
+    """int32 `[1]`: its slot among all host blocks."""
+    cos: torch.Tensor
+    """fp32 `[1, head_dim / 2]`: rotary angles."""
+    sin: torch.Tensor
+
+    def attend(self, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
+        hot = self.hot
+        keys, values = hot.tails[:, layer_id : layer_id + 1]
+        query = rotate_and_store(heads, keys, values, self.tail_slots, self.cos, self.sin)
+        hot.note(layer_id, keys, self.tail_slots, self.cache_slots)
+        layer = hot.layer(layer_id, self.block_tables, self.context_lens)
+        return self.attention.decode.attend_to_pages(query, layer, query.shape[-1] ** -0.5)

@@ -77,6 +77,7 @@ def chunk_of(
         is_last=is_last,
         continues=True,
         slots=places,
+        cache_slots=places,
     )
 
 

@@ -13,7 +13,7 @@ _PREFIX = "sparse_"
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A sparse policy and its options."""
+    """A sparse policy and its options, those of decode among them."""
 
     label: str
     """The text that means it, with the options in alphabetical order."""
@@ -26,7 +26,8 @@ def parse_policy(text: str) -> PolicySpec:
 
     Args:
         text: the policy's name, and after a colon its options with commas between them: fields of
-            `Config` without `sparse_`, such as `threshold=0.9`.
+            `Config` without `sparse_`, such as `threshold=0.9`, and those of decode with their
+            names, such as `decode_policy=QUEST`.
 
     Raises:
         ConfigError: there is no such policy or option, or an option has no value.
@@ -42,29 +43,32 @@ def parse_policy(text: str) -> PolicySpec:
 
 
 def make_policy(name: str, options: dict[str, Any]) -> PolicySpec:
-    """Return a policy by its name and its options, which are named without `sparse_`.
+    """Return a policy by its name and its options, named as for `parse_policy`.
 
     Raises:
         ConfigError: there is no such policy or option.
     """
     kind = parse_name(name)
     assert isinstance(kind, SparsePolicyType)
-    allowed = [
-        field.name.removeprefix(_PREFIX)
-        for field in fields(Config)
-        if field.name.startswith(_PREFIX) and field.name != "sparse_policy"
-    ]
+    names = [field.name for field in fields(Config) if field.name != "sparse_policy"]
+    fields_of = {
+        name.removeprefix(_PREFIX): name for name in names if name.startswith((_PREFIX, "decode_"))
+    }
     for option in options:
-        if option not in allowed:
+        if option not in fields_of:
             raise ConfigError(
-                f"policy {name}: unknown option {option!r}; options: {', '.join(allowed)}"
+                f"policy {name}: unknown option {option!r}; options: {', '.join(fields_of)}"
             )
-    listed = ",".join(f"{option}={options[option]}" for option in sorted(options))
+    listed = ",".join(f"{option}={_text(options[option])}" for option in sorted(options))
     return PolicySpec(
         label=kind.name + (f":{listed}" if listed else ""),
         options={"sparse_policy": kind}
-        | {_PREFIX + option: value for option, value in options.items()},
+        | {fields_of[option]: value for option, value in options.items()},
     )
+
+
+def _text(value: object) -> object:
+    return value.name if isinstance(value, SparsePolicyType) else value
 
 
 def _value(text: str) -> int | float | str:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from nanovllm.kvcache.attention_batch import DecodeBatch
+from nanovllm.kvcache.paged_layer import PageBudget, PagedLayer
 from nanovllm.kvcache.resident import LayerKV
 from nanovllm.kvcache.source import KVPiece, KVSource
 from nanovllm.ops.attention import flash_attn_with_lse, merge_attention_outputs
@@ -41,8 +42,9 @@ class SparsePolicy(ABC):
 
     A subclass says which phases it serves. For prefill it selects blocks; reading and attending
     to them is written here once, for every place where the KV cache may lie. For decode it
-    overrides `compute_decode` for a cache on the device, and `compute_chunked_decode` for one in
-    host memory. A policy holds no tensors of a sequence between calls.
+    overrides `compute_decode` for a cache on the device, and `compute_chunked_decode`, or
+    `attend_to_pages` if it chooses pages, for one in host memory. A policy holds no tensors of a
+    sequence between calls.
     """
 
     supports_prefill: ClassVar[bool]
@@ -50,6 +52,9 @@ class SparsePolicy(ABC):
     works_on_tiles: ClassVar[bool] = False
     """Whether a prefill is to have a layer's whole context together on the device, and chunks that
     end where a tile of the attention mask does, unless the prompt ends there."""
+    pages: PageBudget | None = None
+    """How many pages decode attends to, if it chooses pages; `attend_to_pages` then serves a cache
+    in host memory."""
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -87,6 +92,15 @@ class SparsePolicy(ABC):
         Arguments and result as for `compute_chunked_prefill`, with one query.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode phase")
+
+    def attend_to_pages(
+        self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float
+    ) -> torch.Tensor:
+        """Attend one token of each sequence to pages of that sequence's cache, wherever they lie.
+
+        Arguments and result as for `compute_decode`. Its launches depend on shapes only.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not choose pages")
 
     def compute_decode(
         self,

@@ -15,6 +15,7 @@ class SparsePolicyType(Enum):
 
     FULL = "nanovllm.kvcache.sparse.full:FullAttentionPolicy"
     XATTN_BSA = "nanovllm.kvcache.sparse.xattn_bsa:XAttentionBSAPolicy"
+    QUEST = "nanovllm.kvcache.sparse.quest:QuestPolicy"
     STREAMING = "nanovllm.kvcache.sparse.streaming:StreamingPolicy"
 
 
@@ -52,7 +53,10 @@ def create_policies(config: Any) -> tuple["SparsePolicy", "SparsePolicy"]:
     """
     prefill = _create(config.sparse_policy, config)
     if not prefill.supports_prefill:
-        raise ConfigError(f"sparse_policy: {type(prefill).__name__} has no prefill phase")
+        raise ConfigError(
+            f"sparse_policy: {type(prefill).__name__} has no prefill phase; it may be the "
+            "decode_policy"
+        )
     chosen = config.decode_policy
     if chosen is None:
         chosen = config.sparse_policy if prefill.supports_decode else SparsePolicyType.FULL

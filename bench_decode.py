@@ -1,0 +1,148 @@
+"""Times sparse decode over a KV cache in host memory against dense decode, in the same run.
+
+    python bench_decode.py                                 # Llama-3.1-8B shape, 64K and 128K
+    python bench_decode.py --model demo --lengths 32768    # any model that bench.py takes
+
+For each length: dense decode with the cache on the device and in host memory, then QUEST for each
+budget, with nothing kept from step to step, and with a hot cache. A random model's queries do not
+repeat as real ones do, so with the hot cache pages are chosen by a plan: of each step's pages a
+share of `--reuse` was in the step before and the others were in none for long. Pages are scored all
+the same. The prompt is computed with a window, since decode is what is timed.
+"""
+
+import argparse
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import machine_facts, model_directory, write_record
+from nanovllm import LLM, QUEST, STREAMING, SamplingParams
+from nanovllm.kvcache.paged_layer import PagedLayer
+from nanovllm.kvcache.sparse import quest
+from nanovllm.kvcache.sparse.quest import QuestPolicy
+
+GIB = 1 << 30
+
+
+class PlannedPages(QuestPolicy):
+    """Chooses pages along a random order, some further in each step, after scoring them."""
+
+    def __init__(self, token_budget: int, reuse: float) -> None:
+        super().__init__(token_budget)
+        self._advance = round(self.pages.num_pages * (1 - reuse))
+        self._ranks: torch.Tensor | None = None
+
+    def attend_to_pages(
+        self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float
+    ) -> torch.Tensor:
+        score = quest.score_pages
+
+        def planned(*args: Any) -> torch.Tensor:
+            scores = score(*args)
+            if self._ranks is None or self._ranks.shape != scores.shape:
+                self._ranks = torch.rand_like(scores).argsort(-1).float()
+            moved = layer.context_lens[:, None, None] * self._advance
+            ahead = torch.remainder(self._ranks - moved, scores.shape[2])
+            return torch.where(scores > float("-inf"), -ahead, scores)
+
+        quest.score_pages = planned
+        try:
+            return super().attend_to_pages(query, layer, softmax_scale)
+        finally:
+            quest.score_pages = score
+
+
+def main() -> None:
+    args = _parse_args()
+    host = {"enable_offload": True, "num_kvcache_blocks": -(-max(args.lengths) // 1024) + 1}
+    cases: dict[str, dict[str, Any]] = {
+        "dense, on the device": {"num_kvcache_blocks": -(-max(args.lengths) // 256) + 4},
+        "dense, in host memory": host,
+    }
+    for budget in args.budgets:
+        paged = host | {"decode_policy": QUEST, "decode_token_budget": budget}
+        cases[f"QUEST {budget}, nothing kept"] = paged | {"decode_hot_cache_gb": 0}
+        if args.reuse is not None:
+            cases[f"QUEST {budget}, reuse {args.reuse}"] = host | {
+                "decode_policy": PlannedPages(budget, args.reuse)
+            }
+    with model_directory(args.model) as found:
+        medians: dict[int, dict[str, float]] = {length: {} for length in args.lengths}
+        for name, options in cases.items():
+            _time_case(name, options, args, found, medians)
+    for length, by_case in medians.items():
+        dense = by_case["dense, in host memory"]
+        for name, median in by_case.items():
+            print(f"{length:7} {name:28} {median:9.2f} ms a token, {dense / median:6.1f} times")
+
+
+def _time_case(
+    name: str,
+    options: dict[str, Any],
+    args: argparse.Namespace,
+    found: tuple[str, str],
+    medians: dict[int, dict[str, float]],
+) -> None:
+    """Time one kind of decode at every length."""
+    directory, load_format = found
+    with LLM(
+        directory,
+        load_format=load_format,
+        dtype="bfloat16",
+        max_model_len=max(args.lengths) + 1024,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        sparse_policy=STREAMING,
+        **options,
+    ) as llm:
+        generator = torch.Generator().manual_seed(0)
+        for length in sorted(args.lengths, reverse=True):
+            vocab_size = llm.engine.model_config.vocab_size
+            # Room for the tokens that are generated, inside the last block.
+            size = length - args.decode_tokens - 8
+            prompt = torch.randint(vocab_size, (size,), generator=generator).tolist()
+            samples, stats = _decode_ms(llm, prompt, args.decode_tokens)
+            medians[length][name] = statistics.median(samples)
+            pages = stats.get("pages", {})
+            print(
+                f"{length:7} {name:28} {medians[length][name]:9.2f} ms a token ({min(samples):.2f} "
+                f"to {max(samples):.2f}, n = {len(samples)}); KV on the device "
+                f"{stats['kv_device_bytes'] / GIB:.2f} GiB, peak "
+                f"{stats['peak_device_bytes'] / GIB:.1f} GiB; "
+                + ", ".join(f"{key} {value:.4g}" for key, value in pages.items())
+            )
+            record = {"decode": length, "case": name, "ms": samples, "stats": stats}
+            write_record(args.json, machine_facts(llm) | {"model": args.model} | record)
+
+
+def _decode_ms(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[list[float], dict[str, Any]]:
+    """Return the time of each step but the first few, and what was counted in them."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens + 4, ignore_eos=True)
+    times = []
+    for _ in llm.stream([prompt], params):
+        times.append(time.perf_counter())
+        if len(times) == 4:
+            llm.reset_stats()
+    return [round((b - a) * 1e3, 3) for a, b in pairwise(times[4:])], llm.stats()
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="llama-3.1-8b", help="demo, llama-3.1-8b or a directory")
+    add("--lengths", type=int, nargs="+", default=[131072, 65536])
+    add("--budgets", type=int, nargs="+", default=[4096, 2048])
+    add("--reuse", type=float, help="share of a step's pages that the step before used too")
+    add("--decode-tokens", type=int, default=32)
+    add("--json", type=Path, help="file to append JSON lines to")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The loop over layers of a step that takes all tokens through each layer at once."""
+
+import torch
+
+from nanovllm.layers.attention import AttentionStep
+from nanovllm.models.llama import LlamaForCausalLM
+
+
+def forward(
+    model: LlamaForCausalLM,
+    token_ids: torch.Tensor,
+    step: AttentionStep,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the logits of some rows of a step's tokens, or of all.
+
+    Args:
+        model: the model.
+        token_ids: int32 `[num_tokens]`.
+        step: what attention needs.
+        rows: int64, which tokens' logits; None for all.
+    """
+    *layers, last = model.layers
+    hidden: torch.Tensor = model.embed_tokens(token_ids)
+    residual = None
+    for layer in layers:
+        hidden, residual = layer(hidden, residual, step)
+    # Nothing attends to the last layer's output: only rows that are sampled go on from there.
+    hidden, residual = last(hidden, residual, step, rows)
+    hidden, _ = model.norm.add(hidden, residual)
+    logits: torch.Tensor = model.lm_head(hidden)
+    return logits

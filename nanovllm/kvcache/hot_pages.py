@@ -1,0 +1,177 @@
+"""Pages that decode used lately, on the device while the KV cache is in host memory."""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from nanovllm.device import Device
+from nanovllm.kvcache.host_pool import HostPool
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.paged_layer import LocatedPages, PageBudget, PagedLayer
+from nanovllm.ops.hot_pages import HostBlocks, HotState, fetch_pages, place_pages
+from nanovllm.ops.pages import top_pages, update_page_bounds
+
+
+class HotPages:
+    """Device memory for some pages of one sequence, and where the others lie.
+
+    Every layer and KV head has slots of its own, each for one page of one head: hot slots, which
+    pages from host memory pass through, least recently used first; and slots for the tail, the
+    sequence's unfinished block, which is on the device only. The host reads nothing of this: what
+    is here, what has to be fetched and where it goes is decided by kernels, so that a step can be
+    a CUDA graph.
+
+    Args:
+        device: the device.
+        layout: shape of the KV cache.
+        num_host_blocks: KV blocks that host memory may hold.
+        max_blocks: most KV blocks of a sequence.
+        page_size: tokens of a page.
+        num_hot: hot slots of each layer and KV head; at least the pages of a step.
+        keeps: whether pages stay from one step to the next.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layout: KVLayout,
+        num_host_blocks: int,
+        max_blocks: int,
+        page_size: int,
+        num_hot: int,
+        keeps: bool = True,
+    ) -> None:
+        self.page_size = page_size
+        self.block_size = layout.block_size
+        self._device = device
+        self._layout = layout
+        self._keeps = keeps
+        place = device.torch_device
+        num_tail = layout.block_size // page_size
+        shape = (2, 1, layout.num_layers, layout.num_kv_heads, num_hot + num_tail, page_size)
+        data = torch.empty((*shape, layout.head_dim), dtype=layout.dtype, device=place)
+        # A slot holds one head, and every head finds its own there.
+        self.keys, self.values = (
+            x.flatten(0, 3)[:, :, None].expand(-1, -1, layout.num_kv_heads, -1) for x in data
+        )
+        self.tails = data[:, 0, :, :, num_hot:].flatten(3, 4).transpose(2, 3)
+        """Keys and values of the unfinished block of every layer,
+        `[2, num_layers, block_size, num_kv_heads, head_dim]`."""
+        self.bounds = layout.empty_page_bounds(num_host_blocks, page_size, place)
+        """See `PagedLayer.bounds`, for all layers."""
+        self.state = HotState.empty(
+            1, layout.num_layers, layout.num_kv_heads, num_hot, max_blocks * num_tail, place
+        )
+        self._clock = torch.zeros(1, dtype=torch.int32, device=place)
+        self._addresses = torch.zeros(
+            layout.num_layers, 1, max_blocks, dtype=torch.int64, device=place
+        )
+        self._blocks: list[list[torch.Tensor]] = [[] for _ in range(layout.num_layers)]
+        self.num_bytes = data.nbytes - self.tails.nbytes + self.bounds.nbytes
+
+    def begin_sequence(self) -> None:
+        """Forget the pages of another sequence, or of this one in other blocks."""
+        self.state.forget()
+        for blocks in self._blocks:
+            blocks.clear()
+
+    def begin_step(self) -> None:
+        """Let the pages of the steps before be older than those of the next."""
+        self._clock += 1
+        if not self._keeps:
+            self.state.forget()
+
+    def add_host_blocks(self, pool: HostPool, first: int, block_ids: Seq[int]) -> None:
+        """Say where the next of the sequence's blocks lie in host memory.
+
+        Waits for memory that is still being made.
+
+        Args:
+            pool: the host's blocks.
+            first: how many blocks are known already.
+            block_ids: the blocks after these, in the order of the sequence.
+        """
+        for layer_id, blocks in enumerate(self._blocks):
+            del blocks[first:]
+            blocks += [pool.blocks(layer_id, block_id)[0] for block_id in block_ids]
+        places = [[block.data_ptr() for block in blocks[first:]] for blocks in self._blocks]
+        target = self._addresses[:, 0, first : first + len(block_ids)]
+        target.copy_(self._device.upload(places, torch.int64))
+
+    def note(
+        self,
+        layer_id: int,
+        key_cache: torch.Tensor,
+        key_slots: torch.Tensor,
+        cache_slots: torch.Tensor,
+    ) -> None:
+        """Let the bounds of pages hold for new keys; see `ops.pages.update_page_bounds`."""
+        update_page_bounds(self.bounds[layer_id], key_cache, key_slots, cache_slots, self.page_size)
+
+    def layer(
+        self, layer_id: int, block_tables: torch.Tensor, context_lens: torch.Tensor
+    ) -> PagedLayer:
+        """Return a layer as a decode step sees it; arguments as its attributes."""
+        return _HotLayer(self, layer_id, block_tables, context_lens)
+
+    def host_blocks(self, layer_id: int) -> HostBlocks:
+        """Return where a layer's blocks lie."""
+        return HostBlocks(self._addresses[layer_id], [self._blocks[layer_id]])
+
+    @property
+    def clock(self) -> torch.Tensor:
+        """The number of the step, int32 `[1]`."""
+        return self._clock
+
+    def stats(self) -> dict[str, Any]:
+        """Return how many pages of a KV head steps wanted from host memory. Waits for the device.
+
+        Keys: `pages_wanted`, `pages_fetched`, those that were not here yet, `bytes_fetched`, and
+        `hit_rate`, the share that was; 0 where nothing was wanted.
+        """
+        wanted, fetched = self.state.counts.tolist()
+        page_bytes = 2 * self.page_size * self._layout.head_dim * self._layout.dtype.itemsize
+        return {
+            "pages_wanted": wanted,
+            "pages_fetched": fetched,
+            "bytes_fetched": fetched * page_bytes,
+            "hit_rate": 1 - fetched / wanted if wanted else 0.0,
+        }
+
+    def reset_stats(self) -> None:
+        """Let `stats` count anew."""
+        self.state.counts.zero_()
+
+
+class _HotLayer(PagedLayer):
+    """A layer whose chosen pages are fetched from host memory, but for those on the device."""
+
+    def __init__(
+        self,
+        hot: HotPages,
+        layer_id: int,
+        block_tables: torch.Tensor,
+        context_lens: torch.Tensor,
+    ) -> None:
+        self.bounds = hot.bounds[layer_id]
+        self.block_tables, self.context_lens = block_tables, context_lens
+        self.block_size = hot.block_size
+        self._hot, self._layer_id = hot, layer_id
+
+    def locate(self, scores: torch.Tensor, budget: PageBudget) -> LocatedPages:
+        hot, sizes = self._hot, (budget.page_size, self.block_size)
+        pages, lens = top_pages(
+            scores,
+            self.context_lens,
+            budget.page_size,
+            min(budget.num_pages, scores.shape[2]),
+            budget.num_recent,
+            num_dense=budget.num_dense,
+        )
+        tables, fetch = place_pages(
+            pages, lens, self.context_lens, hot.state, self._layer_id, hot.clock, *sizes
+        )
+        host = hot.host_blocks(self._layer_id)
+        fetch_pages(hot.keys[:, :, 0], hot.values[:, :, 0], pages, fetch, host, *sizes)
+        return LocatedPages(hot.keys, hot.values, tables, lens)

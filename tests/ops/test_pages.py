@@ -343,6 +343,9 @@ def test_choice_of_the_kernel_by_loop(arguments):
         # NaN with its sign, as arithmetic may leave it
         [0.0, 1.0, -NAN, 2.0, -INF, 0.0],
         [0.0, -INF, -INF, -3e38, -INF, 0.0],
+        # next to each other among fp32
+        [0.0, 1.0, 1.0 + 2**-23, 1.0, 1.0 + 2**-23, 0.0],
+        [0.0, -1.0, -1.0 - 2**-23, -1.0, -1.0 - 2**-23, 0.0],
         [-INF] * 6,
     ],
     ids=str,

@@ -43,10 +43,11 @@ class PlannedPages(QuestPolicy):
 
         def planned(*args: Any) -> torch.Tensor:
             scores = score(*args)
-            if self._ranks is None or self._ranks.shape != scores.shape:
-                self._ranks = torch.rand_like(scores).argsort(-1).float()
-            moved = layer.context_lens[:, None, None] * self._advance
-            ahead = torch.remainder(self._ranks - moved, scores.shape[2])
+            if self._ranks is None or self._ranks.shape[3] != scores.shape[3]:
+                # For all queries of a KV head the same.
+                self._ranks = torch.rand_like(scores[:, :, :1]).argsort(-1).float()
+            moved = layer.context_lens[:, None, None, None] * self._advance
+            ahead = torch.remainder(self._ranks - moved, scores.shape[3])
             return torch.where(scores > float("-inf"), -ahead, scores)
 
         quest.score_pages = planned

@@ -22,7 +22,7 @@ SparseEstimator = Literal["group", "row"]
 AttentionBackendName = Literal["auto", "fa4", "fa2", "cudnn", "flash", "flex", "torch"]
 _TILE = 128  # tokens along either side of a tile of the attention mask
 _STRIDES = {"group": (4, 8, 16), "row": (8, 16, 32, 64)}
-_PAGE_SIZES = (64, 128)
+_PAGE_SIZES = (16, 32, 64, 128)
 _OFFLOAD_ONLY = ("cpu_memory_gb", "num_gpu_blocks", "prefill_order", "enable_nvtx")
 _XATTN_ONLY = (
     "sparse_threshold",
@@ -118,8 +118,9 @@ class Config:
     """With decode_policy=QUEST, tokens of its context that each KV head attends to in a step, in
     whole pages; >= 2 * decode_page_size."""
     decode_page_size: int = 64
-    """With decode_policy=QUEST, tokens that are chosen together, 64 or 128. The bounds of a page's
-    keys take 1 / page size of the cache's bytes, on the device."""
+    """With decode_policy=QUEST, tokens that are chosen together, 16, 32, 64 or 128. Small pages are
+    chosen better. The bounds of a page's keys take 1 / page size of the cache's bytes, on the
+    device."""
     decode_hot_cache_gb: float | None = None
     """With decode_policy=QUEST and offload, GiB of device memory for pages that recent steps used;
     0 keeps none from step to step. None: four times what a step attends to, on a CPU once."""
@@ -237,7 +238,8 @@ class Config:
 
     def _check_quest(self) -> None:
         if self.decode_page_size not in _PAGE_SIZES:
-            raise ConfigError(f"decode_page_size={self.decode_page_size!r} is none of 64, 128")
+            sizes = ", ".join(map(str, _PAGE_SIZES))
+            raise ConfigError(f"decode_page_size={self.decode_page_size!r} is none of {sizes}")
         _at_least("decode_token_budget", self.decode_token_budget, 2 * self.decode_page_size)
         if self.sparse_topk_blocks is not None:
             _at_least_one("sparse_topk_blocks", self.sparse_topk_blocks)

@@ -48,10 +48,12 @@ class QuestReference:
         pages = key.split(page_size)
         if len(pages) <= num_dense:
             return set(range(len(pages)))
-        bounds = [
-            max(float(torch.maximum(q * page.amin(0), q * page.amax(0)).sum()) for q in query)
-            for page in pages
-        ]
+        boxes = [(page.amin(0), page.amax(0)) for page in pages]
+        # Of each page for each query, then the greatest share that a query gives it.
+        rows = torch.tensor(
+            [[float(torch.maximum(q * low, q * high).sum()) for low, high in boxes] for q in query]
+        )
+        bounds = (rows * query.shape[1] ** -0.5).log_softmax(-1).amax(0).tolist()
         forced = {0, *range(len(pages))[-num_recent:]}
         others = sorted(set(range(len(pages))) - forced, key=lambda i: (-bounds[i], i))
         return forced | set(others[: max(0, num_pages - len(forced))])

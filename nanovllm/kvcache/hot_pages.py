@@ -165,7 +165,7 @@ class _HotLayer(PagedLayer):
             scores,
             self.context_lens,
             budget.page_size,
-            min(budget.num_pages, scores.shape[2]),
+            min(budget.num_pages, scores.shape[3]),
             budget.num_recent,
             num_dense=budget.num_dense,
         )

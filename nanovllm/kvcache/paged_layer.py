@@ -58,7 +58,7 @@ class PagedLayer(ABC):
         """Choose the pages of greatest score and bring them to the device if need be.
 
         Args:
-            scores: fp32 `[num_seqs, num_kv_heads, max_pages]`.
+            scores: fp32 `[num_seqs, num_kv_heads, queries of a KV head, max_pages]`.
             budget: how many. Does not synchronise.
         """
 
@@ -78,7 +78,7 @@ class ResidentPages(PagedLayer):
             scores,
             self.context_lens,
             budget.page_size,
-            min(budget.num_pages, scores.shape[2]),
+            min(budget.num_pages, scores.shape[3]),
             budget.num_recent,
             self.block_tables,
             self.block_size,

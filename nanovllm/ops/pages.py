@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from nanovllm.ops.backends.torch_attention import TorchAttention
 from nanovllm.ops.paged_attention import paged_decode_attention
 
+SHARE_UNITS = 1 << 16
+"""Parts that the share of a query's best page is counted in; 2**15 pages fit 32 bits."""
+
 
 def update_page_bounds(
     bounds: torch.Tensor,
@@ -61,13 +64,13 @@ def score_pages(
     bounds: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    softmax_scale: float,
     page_size: int,
     block_size: int,
 ) -> torch.Tensor:
-    """Return a bound of the logits of each page, the greatest among a KV head's queries.
+    """Return a bound of the logits of each page for each query.
 
-    No logit of query `q` exceeds `sum_d max(q_d min_d, q_d max_d)`, computed in fp32 and not
-    scaled.
+    No logit of query `q` exceeds `sum_d max(q_d min_d, q_d max_d)` times the scale, in fp32.
 
     Args:
         query: `[num_seqs, num_q_heads, head_dim]`, the last axis contiguous.
@@ -75,13 +78,14 @@ def score_pages(
         block_tables: int32 `[num_seqs, max_blocks]`, the last axis contiguous: the ids of each
             sequence's blocks in order. Entries past the context are never read through.
         context_lens: int32 `[num_seqs]`.
+        softmax_scale: factor of the logits.
         page_size: tokens of a page, a power of two.
         block_size: tokens of a block, a multiple of `page_size`.
 
     Returns:
-        fp32 `[num_seqs, num_kv_heads, max_blocks * block_size / page_size]`, by the page's place in
-        the sequence: `-inf` from the context's end on. A row depends on its sequence only. Does not
-        synchronise, and its launch depends on shapes only.
+        fp32 `[num_seqs, num_kv_heads, queries of a KV head, max_blocks * block_size / page_size]`,
+        by the page's place in the sequence: `-inf` from the context's end on. A row depends on its
+        sequence only. Does not synchronise, and its launch depends on shapes only.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
@@ -98,8 +102,12 @@ def score_pages(
     if query.is_cuda:
         from nanovllm.ops.kernels import pages as kernels
 
-        return kernels.score_pages(query, bounds, block_tables, context_lens, page_size, block_size)
-    return _score_pages(query, bounds, block_tables, context_lens, page_size, block_size)
+        return kernels.score_pages(
+            query, bounds, block_tables, context_lens, softmax_scale, page_size, block_size
+        )
+    return _score_pages(
+        query, bounds, block_tables, context_lens, softmax_scale, page_size, block_size
+    )
 
 
 def top_pages(
@@ -116,10 +124,12 @@ def top_pages(
 
     The context's first page and its newest `num_recent` are chosen in any case; then the others by
     descending score, the lower page first among equals. A score of NaN counts as infinite.
+    Queries that share a KV head are compared by the share of a softmax over the pages that each
+    gives to a page, and the page has the greatest: else a query of long vectors outvotes all.
 
     Args:
-        scores: fp32 `[num_seqs, num_kv_heads, max_pages]`, the last axis contiguous. What lies past
-            the context is not seen.
+        scores: fp32 `[num_seqs, num_kv_heads, queries of a KV head, max_pages]`, as from
+            `score_pages`, the last axis contiguous. What lies past the context is not seen.
         context_lens: int32 `[num_seqs]`, at most `max_pages * page_size`.
         page_size: tokens of a page, a power of two.
         num_pages: pages to choose; a shorter context has all of its pages chosen.
@@ -139,12 +149,13 @@ def top_pages(
         ValueError: shapes, dtypes, strides or numbers that do not fit, or one of `block_tables` and
             `block_size` alone.
     """
-    if scores.dim() != 3 or scores.dtype != torch.float32 or scores.stride(2) != 1:
+    if scores.dim() != 4 or scores.dtype != torch.float32 or scores.stride(3) != 1:
         raise ValueError(
             f"scores of shape {list(scores.shape)}, {scores.dtype} and strides {scores.stride()}; "
-            "needed is float32 [num_seqs, num_kv_heads, max_pages], contiguous in the last axis"
+            "needed is float32 [num_seqs, num_kv_heads, group, max_pages], contiguous in the last "
+            "axis"
         )
-    if num_pages < scores.shape[2] and not 1 <= num_recent < num_pages:
+    if num_pages < scores.shape[3] and not 1 <= num_recent < num_pages:
         raise ValueError(
             f"num_recent={num_recent} with num_pages={num_pages}; must be from 1 to num_pages - 1"
         )
@@ -247,12 +258,14 @@ def _score_pages(
     bounds: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    softmax_scale: float,
     page_size: int,
     block_size: int,
 ) -> torch.Tensor:
     num_kv_heads, pages_per_block = bounds.shape[1], block_size // page_size
     max_pages = block_tables.shape[1] * pages_per_block
-    scores = torch.full((len(query), num_kv_heads, max_pages), float("-inf"))
+    group = query.shape[1] // num_kv_heads
+    scores = torch.full((len(query), num_kv_heads, group, max_pages), float("-inf"))
     # One by one, so that products of matrices do not depend on the other sequences.
     for i, length in enumerate(context_lens.tolist()):
         pages = torch.arange(-(-length // page_size))
@@ -262,7 +275,7 @@ def _score_pages(
         low, high = by_channel.float()
         q = query[i].float().unflatten(0, (num_kv_heads, -1))
         logits = q.clamp(min=0) @ high + q.clamp(max=0) @ low
-        scores[i, :, : len(pages)] = logits.amax(1)
+        scores[i, ..., : len(pages)] = logits * softmax_scale
     return scores
 
 
@@ -276,14 +289,18 @@ def _top_pages(
     block_size: int | None,
     num_dense: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    max_pages = scores.shape[2]
+    max_pages = scores.shape[3]
     width = num_entries(num_pages, num_dense, max_pages)
     page = torch.arange(max_pages)
     num_seen = -(-context_lens // page_size)
     num_kept = torch.where(num_seen <= num_dense, num_seen, num_seen.clamp(max=num_pages))
     ahead = page - num_seen[:, None, None]
     # In fp64 there is room above and below all scores.
-    ranks = scores.double().nan_to_num(nan=1e300, posinf=1e300, neginf=-1e300)
+    ranks = (
+        _merge_queries(scores, ahead[:, :, None] < 0)
+        .double()
+        .nan_to_num(nan=1e300, posinf=1e300, neginf=-1e300)
+    )
     ranks = ranks.masked_fill((page == 0) | (ahead >= -num_recent), float("inf"))
     ranks = ranks.masked_fill(ahead >= 0, float("-inf"))
     order = ranks.argsort(dim=-1, descending=True, stable=True)[..., :width]
@@ -296,6 +313,22 @@ def _top_pages(
         blocks = tables.gather(2, pages // pages_per_block)
         pages = (blocks * pages_per_block + pages % pages_per_block).masked_fill(unused, 0)
     return pages.int(), context_lens - (num_seen - num_kept) * page_size
+
+
+def _merge_queries(scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Return `[num_seqs, num_kv_heads, max_pages]`: the greatest share, as its logarithm.
+
+    Shares are added as integers, whose sum does not depend on the order: so the choice is the same
+    however wide the table is.
+    """
+    scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+    if scores.shape[2] == 1:
+        return scores[:, :, 0]
+    counted = scores.masked_fill(~seen | (scores == float("inf")), float("-inf"))
+    peak = counted.amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak == float("-inf"), 0.0)
+    total = ((counted - peak).exp() * SHARE_UNITS).to(torch.int32).sum(-1, keepdim=True)
+    return (scores - (peak + (total.clamp(min=1) / SHARE_UNITS).log())).amax(2)
 
 
 def _check_bounds(bounds: torch.Tensor, page_size: int) -> None:

@@ -90,7 +90,9 @@ def test_room_for_everything_is_dense(tiny: Tiny, mode: str) -> None:
 
 
 @every_mode
-@pytest.mark.parametrize(("length", "page_size", "num_tokens"), [(700, 64, 256), (1025, 128, 384)])
+@pytest.mark.parametrize(
+    ("length", "page_size", "num_tokens"), [(700, 64, 256), (1025, 128, 384), (600, 16, 128)]
+)
 def test_answers_are_those_of_the_definition(
     sharp: Path, mode: str, length: int, page_size: int, num_tokens: int
 ) -> None:
@@ -294,7 +296,7 @@ def without_cache(mode: str) -> dict[str, Any]:
         ({"sparse_policy": "QUEST"}, ("QuestPolicy", "no prefill", "decode_policy")),
         ({"decode_token_budget": 512}, ("decode_token_budget", "decode_policy=QUEST")),
         (budget(127), ("decode_token_budget=127", "128")),
-        (budget(512, decode_page_size=32), ("decode_page_size=32", "64, 128")),
+        (budget(512, decode_page_size=48), ("decode_page_size=48", "16, 32, 64, 128")),
         (budget(512, decode_hot_cache_gb=1), ("decode_hot_cache_gb", "enable_offload")),
         (budget(512, sparse_topk_blocks=0), ("sparse_topk_blocks=0",)),
         (budget(512, kvcache_block_size=96), ("kvcache_block_size=96", "64", "QuestPolicy")),

@@ -14,6 +14,7 @@ from nanovllm.ops.kernels.paged_decode import paged_decode_attention
 
 IMPLEMENTATIONS = {"torch": (ops, CPU), "kernel": (kernels, DEVICE)}
 PAGE_SIZE, BLOCK_SIZE = 8, 16
+SCALE = 0.1
 GARBAGE = 2**31 - 1  # an entry of a table that would end the process if it were read through
 
 
@@ -186,13 +187,13 @@ class Pages:
         module, device = implementation
         inputs = self.query, self.bounds, self.tables, ints(self.lengths)
         inputs = (x.to(device) for x in inputs)
-        return module.score_pages(*inputs, PAGE_SIZE, BLOCK_SIZE).cpu()
+        return module.score_pages(*inputs, SCALE, PAGE_SIZE, BLOCK_SIZE).cpu()
 
 
 def score_by_loop(query, bounds):
-    """Return the bound of one page for one KV head, in fp64, from its sentence."""
+    """Return the bound of one page for each query of a KV head, in fp64, from its sentence."""
     low, high = bounds.double()
-    return max(sum(max(a, b) for a, b in zip(q * low, q * high, strict=True)) for q in query)
+    return [SCALE * sum(max(a, b) for a, b in zip(q * low, q * high, strict=True)) for q in query]
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -203,7 +204,7 @@ def test_scores_by_loop(implementation, heads, kv_heads, dim, dtype):
     pages = Pages([17, 1, 8], heads, kv_heads, dim, dtype)
     scores = pages.score(implementation)
     assert scores.dtype == torch.float32
-    assert scores.shape == (3, kv_heads, 6)
+    assert scores.shape == (3, kv_heads, heads // kv_heads, 6)
     queries = pages.query.double().unflatten(1, (kv_heads, -1))
     for i, physical in enumerate(pages.physical):
         truth = torch.tensor(
@@ -212,8 +213,8 @@ def test_scores_by_loop(implementation, heads, kv_heads, dim, dtype):
                 for h in range(kv_heads)
             ]
         )
-        assert_close(scores[i, :, : len(physical)], truth)
-        assert (scores[i, :, len(physical) :] == -INF).all()
+        assert_close(scores[i, ..., : len(physical)], truth.mT)
+        assert (scores[i, ..., len(physical) :] == -INF).all()
 
 
 def test_scores_bound_the_logits(implementation):
@@ -224,13 +225,13 @@ def test_scores_bound_the_logits(implementation):
     cache.store(module, keys, list(range(57)))
     table = ints([[0, 1, 2, 3]], device)
     scores = module.score_pages(
-        query.to(device), cache.bounds, table, ints([57], device), PAGE_SIZE, BLOCK_SIZE
+        query.to(device), cache.bounds, table, ints([57], device), SCALE, PAGE_SIZE, BLOCK_SIZE
     )[0].cpu()
-    logits = torch.einsum("hgd,nhd->hgn", query[0].unflatten(0, (2, 3)), keys).amax(1)
+    logits = SCALE * torch.einsum("hgd,nhd->hgn", query[0].unflatten(0, (2, 3)), keys)
     for page in range(8):
-        inside = logits[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE].amax(1)
-        assert (scores[:, page] >= inside - 1e-4).all()
-    torch.testing.assert_close(scores[:, 7], logits[:, 56], rtol=1e-5, atol=1e-5)
+        inside = logits[..., page * PAGE_SIZE : (page + 1) * PAGE_SIZE].amax(-1)
+        assert (scores[..., page] >= inside - 1e-4).all()
+    torch.testing.assert_close(scores[..., 7], logits[..., 56], rtol=1e-5, atol=1e-5)
 
 
 def test_scores_depend_on_their_sequence_only(implementation):
@@ -243,7 +244,7 @@ def test_scores_depend_on_their_sequence_only(implementation):
         pages.query, pages.tables = query[i : i + 1], tables[i : i + 1, :num_blocks]
         pages.lengths = [length]
         alone = pages.score(implementation)
-        assert torch.equal(scores[i : i + 1, :, : alone.shape[2]], alone)
+        assert torch.equal(scores[i : i + 1, ..., : alone.shape[3]], alone)
 
 
 def test_scores_of_a_view(implementation):
@@ -256,7 +257,7 @@ def test_scores_of_a_view(implementation):
     lengths = torch.full((2, 3), GARBAGE, dtype=torch.int32, device=device)
     lengths[:, 1] = ints(pages.lengths)
     inputs = (wide[:, 1:5, :64], pages.bounds, pages.tables, lengths[:, 1])
-    scores = module.score_pages(*(x.to(device) for x in inputs), PAGE_SIZE, BLOCK_SIZE)
+    scores = module.score_pages(*(x.to(device) for x in inputs), SCALE, PAGE_SIZE, BLOCK_SIZE)
     assert torch.equal(scores.cpu(), truth)
 
 
@@ -265,18 +266,28 @@ def test_nan_in_bounds_shows_in_their_score_only(implementation):
     truth = pages.score(implementation)
     pages.bounds[pages.physical[0][2], 1, :, 63] = NAN
     scores = pages.score(implementation)
-    assert scores.isnan().nonzero().tolist() == [[0, 1, 2]]
-    assert_same(scores.masked_fill(scores.isnan(), truth[0, 1, 2]), truth)
+    assert scores.isnan().nonzero().tolist() == [[0, 1, query, 2] for query in range(3)]
+    assert_same(torch.where(scores.isnan(), truth, scores), truth)
 
 
 # Choice
 
 
 def choose_by_loop(scores, length, num_pages, num_recent, num_dense=0, page_size=PAGE_SIZE):
-    """Return the pages of one KV head, and the tokens in them."""
+    """Return the pages of one KV head, and the tokens in them.
+
+    Args:
+        scores: of its queries, a list for each.
+    """
     num_seen = -(-length // page_size)
     chosen = {j for j in range(num_seen) if j == 0 or j >= num_seen - num_recent}
-    score = [INF if np.isnan(x) else x for x in scores]
+    queries = [[INF if np.isnan(x) else x for x in query] for query in scores]
+    if len(queries) > 1:
+        for query in queries:
+            finite = [x for x in query[:num_seen] if x < INF]
+            total = np.logaddexp.reduce(finite) if finite else 0
+            query[:] = [x if x == INF else x - total for x in query]
+    score = [max(column) for column in zip(*queries, strict=True)]
     for j in sorted(range(num_seen), key=lambda j: (-score[j], j)):
         if len(chosen) < num_pages or num_seen <= num_dense:
             chosen.add(j)
@@ -287,11 +298,14 @@ def choose_by_loop(scores, length, num_pages, num_recent, num_dense=0, page_size
 def assert_chooses(
     implementation, scores, lengths, num_pages, num_recent, tables=None, num_dense=0
 ):
+    """Compare with the loop; scores of one query for each KV head may lack its axis."""
+    if scores.dim() == 3:
+        scores = scores[:, :, None]
     module, device = implementation
     options = (None, None) if tables is None else (tables.to(device), BLOCK_SIZE)
     inputs = scores.to(device), ints(lengths, device), PAGE_SIZE, num_pages, num_recent
     pages, lens = module.top_pages(*inputs, *options, num_dense)
-    width = max(num_pages, min(num_dense, scores.shape[2]))
+    width = max(num_pages, min(num_dense, scores.shape[3]))
     assert pages.shape == (*scores.shape[:2], width)
     assert pages.dtype == lens.dtype == torch.int32
     for i, length in enumerate(lengths):
@@ -384,6 +398,37 @@ def test_what_lies_past_the_context_is_not_seen(implementation):
     assert_chooses(implementation, scores, [33, 72], 4, 1)
 
 
+@pytest.mark.parametrize("group", [2, 3, 4])
+def test_queries_of_a_head_are_compared_by_their_shares(implementation, group):
+    """Whatever the size of a query's scores, and of pages past the context."""
+    scores = randn(2, 3, group, 30, device=CPU)
+    scores[:, :, 0] *= 20
+    scores[:, :, 1] += 100
+    scores[0, :, :, 21:] = 1000
+    scores[1, 2, 1, 3] = NAN
+    scores[1, 2, 0, 5] = INF
+    assert_chooses(implementation, scores, [20 * PAGE_SIZE + 1, 240], 9, 2)
+
+
+def test_a_long_query_does_not_outvote_a_sharp_one(implementation):
+    """Its pages are all alike to it; the other's page is the only one with mass."""
+    scores = torch.zeros(1, 1, 2, 12)
+    scores[0, 0, 0] = 50 + 0.01 * randn(12, device=CPU)
+    scores[0, 0, 1, 7] = 10
+    pages = assert_chooses(implementation, scores, [12 * PAGE_SIZE], 4, 1)
+    assert 7 in pages[0, 0]
+
+
+@pytest.mark.parametrize("width", [21, 64, 300])
+def test_the_choice_does_not_depend_on_the_width_of_the_table(implementation, width):
+    module, device = implementation
+    scores = torch.full((1, 2, 3, width), NAN)
+    scores[..., :21] = randn(1, 2, 3, 21, device=CPU)
+    pages, _ = module.top_pages(scores.to(device), ints([164], device), PAGE_SIZE, 8, 2)
+    truth, _ = module.top_pages(scores[..., :21].to(device), ints([164], device), PAGE_SIZE, 8, 2)
+    assert torch.equal(pages, truth)
+
+
 def test_all_pages_where_there_is_room(implementation):
     """Then any number of newest ones may be asked for."""
     scores = randn(1, 1, 2, device=CPU)
@@ -469,7 +514,7 @@ def test_attention_to_pages_of_one_head(op):
 
 
 def choose(module, query, bounds, tables, lengths, num_pages):
-    scores = module.score_pages(query, bounds, tables, lengths, PAGE_SIZE, BLOCK_SIZE)
+    scores = module.score_pages(query, bounds, tables, lengths, SCALE, PAGE_SIZE, BLOCK_SIZE)
     return module.top_pages(scores, lengths, PAGE_SIZE, num_pages, 1, tables, BLOCK_SIZE)
 
 
@@ -552,7 +597,7 @@ def test_a_graph_holds_the_step():
 
 BOUNDS, KEYS = torch.zeros(4, 2, 2, 16), torch.zeros(2, 16, 2, 16)
 SLOTS, TABLES, LENGTHS = ints([0]), ints([[0, 1]]), ints([5])
-QUERY, SCORES = torch.zeros(1, 4, 16), torch.zeros(1, 2, 4)
+QUERY, SCORES = torch.zeros(1, 4, 16), torch.zeros(1, 2, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -576,11 +621,11 @@ def test_update_refuses(args, reason):
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        ((QUERY[:, :3], BOUNDS, TABLES, LENGTHS, 8, 16), "query of shape"),
-        ((QUERY.mT, BOUNDS, TABLES, LENGTHS, 8, 16), "query of shape"),
-        ((QUERY, BOUNDS, TABLES.long(), LENGTHS, 8, 16), "block_tables of .*int64"),
-        ((QUERY, BOUNDS, TABLES, ints([5, 5]), 8, 16), "context_lens of"),
-        ((QUERY, BOUNDS, TABLES, LENGTHS, 8, 12), "divide block_size=12"),
+        ((QUERY[:, :3], BOUNDS, TABLES, LENGTHS, 1.0, 8, 16), "query of shape"),
+        ((QUERY.mT, BOUNDS, TABLES, LENGTHS, 1.0, 8, 16), "query of shape"),
+        ((QUERY, BOUNDS, TABLES.long(), LENGTHS, 1.0, 8, 16), "block_tables of .*int64"),
+        ((QUERY, BOUNDS, TABLES, ints([5, 5]), 1.0, 8, 16), "context_lens of"),
+        ((QUERY, BOUNDS, TABLES, LENGTHS, 1.0, 8, 12), "divide block_size=12"),
     ],
 )
 def test_score_refuses(args, reason):

@@ -20,12 +20,13 @@ class QuestPolicy(SparsePolicy):
 
     Of each page the least and the greatest value of each channel of its keys are known, and no
     logit of a query there exceeds `sum_d max(q_d min_d, q_d max_d)`. A KV head attends to the pages
-    of greatest bound, over the query heads that it serves; to the first page and the newest tokens
-    always. With room for all pages that is dense attention.
+    of greatest bound, and to the first page and the newest tokens always. Where it serves several
+    query heads, a page counts by the greatest share that one of them gives it in a softmax of its
+    bounds. With room for all pages that is dense attention.
 
     Args:
         token_budget: tokens of a context that a KV head attends to, in whole pages.
-        page_size: tokens of a page, 64 or 128.
+        page_size: tokens of a page, a power of two from 16 to 128.
         num_dense_tokens: contexts up to this length are attended to densely.
     """
 
@@ -81,6 +82,7 @@ class QuestPolicy(SparsePolicy):
             layer.bounds,
             layer.block_tables,
             layer.context_lens,
+            softmax_scale,
             self.pages.page_size,
             layer.block_size,
         )

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.pages import num_entries
+from nanovllm.ops.pages import SHARE_UNITS, num_entries
 
 _PAGES_PER_PROGRAM = 32  # whose bounds a program holds in registers
 _CHOICES_PER_WARP = 1024
@@ -95,6 +95,7 @@ def _score_kernel(
     table_ptr,
     length_ptr,
     score_ptr,
+    scale,
     max_pages,
     q_stride,
     q_head_stride,
@@ -114,7 +115,7 @@ def _score_kernel(
     num_pages = tl.cdiv(tl.load(length_ptr + seq * length_stride), PAGE_SIZE)
     pages = first_page + tl.arange(0, PAGES)
     seen = (pages < num_pages) & (pages < max_pages)
-    scores = tl.full((PAGES,), float("-inf"), tl.float32)
+    target = score_ptr + (seq * NUM_KV_HEADS + head) * GROUP * max_pages + pages
     if first_page < num_pages:
         dims = tl.arange(0, DIM_PAD)
         blocks = tl.load(
@@ -132,11 +133,13 @@ def _score_kernel(
                 q_ptr + seq * q_stride + q_head * q_head_stride + dims, mask=dims < DIM, other=0.0
             ).to(tl.float32)
             positive = tl.where(q > 0, q, 0.0)
-            bound = tl.sum(positive[None, :] * high + (q - positive)[None, :] * low, 1)
-            scores = tl.maximum(scores, bound, propagate_nan=tl.PropagateNan.ALL)
-        scores = tl.where(seen, scores, float("-inf"))
-    target = score_ptr + (seq * NUM_KV_HEADS + head) * max_pages + pages
-    tl.store(target, scores, mask=pages < max_pages)
+            bound = tl.sum(positive[None, :] * high + (q - positive)[None, :] * low, 1) * scale
+            bound = tl.where(seen, bound, float("-inf"))
+            tl.store(target + i * max_pages, bound, mask=pages < max_pages)
+    else:
+        hidden = tl.full((PAGES,), float("-inf"), tl.float32)
+        for i in tl.static_range(GROUP):
+            tl.store(target + i * max_pages, hidden, mask=pages < max_pages)
 
 
 def score_pages(
@@ -144,15 +147,17 @@ def score_pages(
     bounds: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    softmax_scale: float,
     page_size: int,
     block_size: int,
 ) -> torch.Tensor:
     """See `ops.pages.score_pages`."""
     num_seqs, num_q_heads, dim = query.shape
     num_kv_heads = bounds.shape[1]
+    group = num_q_heads // num_kv_heads
     max_pages = block_tables.shape[1] * (block_size // page_size)
     scores = torch.empty(
-        num_seqs, num_kv_heads, max_pages, dtype=torch.float32, device=query.device
+        num_seqs, num_kv_heads, group, max_pages, dtype=torch.float32, device=query.device
     )
     _score_kernel[(triton.cdiv(max_pages, _PAGES_PER_PROGRAM), num_kv_heads, num_seqs)](
         query,
@@ -160,12 +165,13 @@ def score_pages(
         block_tables,
         context_lens,
         scores,
+        softmax_scale,
         max_pages,
         *query.stride()[:2],
         block_tables.stride(0),
         context_lens.stride(0),
         NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_q_heads // num_kv_heads,
+        GROUP=group,
         DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
@@ -190,9 +196,12 @@ def _top_kernel(
     num_entries,
     score_stride,
     score_head_stride,
+    score_query_stride,
     length_stride,
     table_stride,
     NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARE_UNITS: tl.constexpr,
     PAGES: tl.constexpr,
     ENTRIES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -206,10 +215,21 @@ def _top_kernel(
     num_kept = tl.where(num_seen <= num_dense, num_seen, tl.minimum(num_seen, num_pages))
     pages = tl.arange(0, PAGES)
     seen = (pages < num_seen) & (pages < max_pages)
-    scores = tl.load(
-        score_ptr + seq * score_stride + head * score_head_stride + pages, mask=seen, other=0.0
-    )
-    scores = tl.where(scores != scores, float("inf"), scores)
+    scores = tl.full((PAGES,), float("-inf"), tl.float32)
+    for i in tl.static_range(GROUP):
+        at = seq * score_stride + head * score_head_stride + i * score_query_stride
+        own = tl.load(score_ptr + at + pages, mask=seen, other=0.0)
+        own = tl.where(own != own, float("inf"), own)
+        if GROUP > 1:
+            # Less the logarithm of the query's sum over pages. Added as integers, whose sum does
+            # not depend on the order, and so not on the width of the table.
+            counted = tl.where(seen & (own < float("inf")), own, float("-inf"))
+            peak = tl.max(counted, 0)
+            peak = tl.where(peak == float("-inf"), 0.0, peak)
+            total = tl.sum((tl.exp(counted - peak) * SHARE_UNITS).to(tl.int32), 0)
+            total = tl.maximum(total, 1).to(tl.float32) / SHARE_UNITS
+            own = own - (peak + tl.log(total))
+        scores = tl.maximum(scores, own)
     scores = tl.where(scores == 0, 0.0, scores)  # -0.0 is no less
     # Integers that are ordered as the scores are; more than all for a page that must be kept, and
     # less than all for one that is not there.
@@ -256,7 +276,7 @@ def top_pages(
     num_dense: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.pages.top_pages`."""
-    num_seqs, num_kv_heads, max_pages = scores.shape
+    num_seqs, num_kv_heads, group, max_pages = scores.shape
     entries = num_entries(num_pages, num_dense, max_pages)
     pages = torch.empty(num_seqs, num_kv_heads, entries, dtype=torch.int32, device=scores.device)
     lens = torch.empty(num_seqs, dtype=torch.int32, device=scores.device)
@@ -272,10 +292,12 @@ def top_pages(
         num_recent,
         num_dense,
         entries,
-        *scores.stride()[:2],
+        *scores.stride()[:3],
         context_lens.stride(0),
         0 if block_tables is None else block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        SHARE_UNITS=SHARE_UNITS,
         PAGES=width,
         ENTRIES=max(16, triton.next_power_of_2(entries)),
         PAGE_SIZE=page_size,

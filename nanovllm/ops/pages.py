@@ -12,7 +12,7 @@ from nanovllm.ops.backends.torch_attention import TorchAttention
 from nanovllm.ops.paged_attention import paged_decode_attention
 
 SHARE_UNITS = 1 << 16
-"""Parts that the share of a query's best page is counted in; 2**15 pages fit 32 bits."""
+"""Parts in which shares are counted, of a query's best page."""
 
 
 def update_page_bounds(

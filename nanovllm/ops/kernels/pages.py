@@ -226,7 +226,7 @@ def _top_kernel(
             counted = tl.where(seen & (own < float("inf")), own, float("-inf"))
             peak = tl.max(counted, 0)
             peak = tl.where(peak == float("-inf"), 0.0, peak)
-            total = tl.sum((tl.exp(counted - peak) * SHARE_UNITS).to(tl.int32), 0)
+            total = tl.sum((tl.exp(counted - peak) * SHARE_UNITS).to(tl.int64), 0)
             total = tl.maximum(total, 1).to(tl.float32) / SHARE_UNITS
             own = own - (peak + tl.log(total))
         scores = tl.maximum(scores, own)

@@ -71,7 +71,7 @@ class PageDecoder:
             self._hot.begin_sequence()
         blocks = seq.block_table[: seq.num_computed_tokens // self._layout.block_size]
         if new := blocks[self._num_known :]:
-            self._hot.add_host_blocks(self._engine.pool, self._num_known, new)
+            self._hot.add_host_blocks(self._engine.pool, new)
             self._num_known = len(blocks)
         self._engine.let_read(blocks, len(blocks) - len(new))
 

@@ -63,7 +63,8 @@ class HotPages:
         self.state = HotState.empty(
             1, layout.num_layers, layout.num_kv_heads, num_hot, max_blocks * num_tail, place
         )
-        self._clock = torch.zeros(1, dtype=torch.int32, device=place)
+        self.clock = torch.zeros(1, dtype=torch.int32, device=place)
+        """The number of the step."""
         self._addresses = torch.zeros(
             layout.num_layers, 1, max_blocks, dtype=torch.int64, device=place
         )
@@ -78,22 +79,21 @@ class HotPages:
 
     def begin_step(self) -> None:
         """Let the pages of the steps before be older than those of the next."""
-        self._clock += 1
+        self.clock += 1
         if not self._keeps:
             self.state.forget()
 
-    def add_host_blocks(self, pool: HostPool, first: int, block_ids: Seq[int]) -> None:
+    def add_host_blocks(self, pool: HostPool, block_ids: Seq[int]) -> None:
         """Say where the next of the sequence's blocks lie in host memory.
 
         Waits for memory that is still being made.
 
         Args:
             pool: the host's blocks.
-            first: how many blocks are known already.
-            block_ids: the blocks after these, in the order of the sequence.
+            block_ids: the blocks after those that are known, in the order of the sequence.
         """
+        first = len(self._blocks[0])
         for layer_id, blocks in enumerate(self._blocks):
-            del blocks[first:]
             blocks += [pool.blocks(layer_id, block_id)[0] for block_id in block_ids]
         places = [[block.data_ptr() for block in blocks[first:]] for blocks in self._blocks]
         target = self._addresses[:, 0, first : first + len(block_ids)]
@@ -118,11 +118,6 @@ class HotPages:
     def host_blocks(self, layer_id: int) -> HostBlocks:
         """Return where a layer's blocks lie."""
         return HostBlocks(self._addresses[layer_id], [self._blocks[layer_id]])
-
-    @property
-    def clock(self) -> torch.Tensor:
-        """The number of the step, int32 `[1]`."""
-        return self._clock
 
     def stats(self) -> dict[str, Any]:
         """Return how many pages of a KV head steps wanted from host memory. Waits for the device.

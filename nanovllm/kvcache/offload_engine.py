@@ -111,9 +111,8 @@ class OffloadEngine:
     @property
     def num_device_bytes(self) -> int:
         """Device memory of ring, window, staging, tails, prefill buffer and pages."""
-        own = self._slots.nbytes + self._window.nbytes
-        if self.hot is not None:
-            own += self.hot.num_bytes
+        pages = 0 if self.hot is None else self.hot.num_bytes
+        own = self._slots.nbytes + self._window.nbytes + pages
         return own + self._writer.num_bytes + self.recent.num_bytes
 
     def close(self) -> None:
@@ -245,8 +244,7 @@ class OffloadEngine:
         """Write every layer's tail, a full block, to host memory. Does not wait for the device."""
         self.drop_loads()
         for layer_id in range(self.pool.layout.num_layers):
-            tail = self.recent.storage(layer_id, self._block_size)
-            keys, values = tail.read(slice(0, self._block_size))
+            keys, values = self.get_prefill_buffer_slice(layer_id, self._block_size)
             self._writer.write(layer_id, [block_id], keys, values)
 
     def let_read(self, block_ids: Seq[int], num_known: int) -> None:

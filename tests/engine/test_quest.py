@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -74,7 +74,7 @@ def sharp(tiny: Tiny) -> Path:
 def test_room_for_everything_is_dense(tiny: Tiny, mode: str) -> None:
     index = list(MODES).index(mode)
     page_size = (64, 128)[index % 2]
-    num_tokens = (130, 20)[index % 3 > 0]
+    num_tokens = 130 if mode in ("resident", "chunk-major") else 20
     prompts = [prompt_of(n) for n in (1, 63, 64, 65, 1000)]
     options = {"num_kvcache_blocks": 60, "max_model_len": 1200} | MODES[mode]
     with open_llm(tiny(), **options, **budget(1280, decode_page_size=page_size)) as llm:
@@ -91,20 +91,19 @@ def test_room_for_everything_is_dense(tiny: Tiny, mode: str) -> None:
 
 @every_mode
 @pytest.mark.parametrize(
-    ("length", "page_size", "num_tokens"), [(700, 64, 256), (1025, 128, 384), (600, 16, 128)]
+    ("length", "page_size", "num_tokens"), [(760, 64, 256), (1010, 128, 384), (635, 16, 128)]
 )
 def test_answers_are_those_of_the_definition(
     sharp: Path, mode: str, length: int, page_size: int, num_tokens: int
 ) -> None:
     """Past the ends of blocks, which go to the host when they are full."""
     options = MODES[mode] | budget(num_tokens, decode_page_size=page_size)
-    answer_len = 150 if page_size == 64 else 20
     with open_llm(sharp, num_kvcache_blocks=40, **options) as llm:
-        (output,) = generate(llm, [prompt_of(length)], answer_len, logprobs=VOCAB_SIZE)
+        (output,) = generate(llm, [prompt_of(length)], 40, logprobs=VOCAB_SIZE)
     num_pages = num_tokens // page_size
     reference = QuestReference(sharp, page_size, num_pages, min(256 // page_size, num_pages // 2))
     expected = reference.logits(prompt_of(length), output.token_ids).log_softmax(-1)
-    assert reference.num_dropped > 300
+    assert reference.num_dropped > 500
     torch.testing.assert_close(
         whole_distribution([output])[0], expected, atol=LOGPROB_TOLERANCE, rtol=0
     )
@@ -121,10 +120,9 @@ def test_a_choice_that_is_off_shows(sharp: Path, monkeypatch: pytest.MonkeyPatch
     assert error > 10 * LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("heads", [(9, 3), (8, 1)], ids=str)
-def test_answers_alike_in_every_mode(tiny: Tiny, heads: tuple[int, int]) -> None:
+def test_answers_alike_in_every_mode(tiny: Tiny) -> None:
     """Prompts after each other, beside each other and with prefixes in the cache."""
-    shape = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 72}
+    shape = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}
     directory = tiny(edit=sharpen, **shape)
     prompts = [prompt_of(n) for n in (1, 129, 1020)]
     prompts.append([*prompts[2][:800], *prompt_of(90, 1)])
@@ -146,10 +144,10 @@ def test_blocks_that_others_had(sharp: Path, mode: str) -> None:
     prompts = [prompt_of(n, 3) for n in (300, 310, 500)]
     options = MODES[mode] | {"num_kvcache_blocks": 6, "max_num_seqs": 1}
     with open_llm(sharp, **options, **budget(192)) as llm:
-        outputs = generate(llm, prompts, 100, logprobs=VOCAB_SIZE)
+        outputs = generate(llm, prompts, 40, logprobs=VOCAB_SIZE)
     for prompt, output in zip(prompts, outputs, strict=True):
         with open_llm(sharp, **MODES["resident"], **budget(192)) as llm:
-            assert_same_answer(output, generate(llm, [prompt], 100, logprobs=VOCAB_SIZE)[0])
+            assert_same_answer(output, generate(llm, [prompt], 40, logprobs=VOCAB_SIZE)[0])
 
 
 def test_sparse_prefill_then_sparse_decode(sharp: Path) -> None:
@@ -192,8 +190,8 @@ def chained_prompt(depth: int) -> tuple[list[int], list[int]]:
     return [*text, question_token(first)], [question_token(second), question_token(third)]
 
 
-def num_found(directory: Path, **options: Any) -> int:
-    prompts, answers = zip(*map(chained_prompt, DEPTHS), strict=True)
+def num_found(directory: Path, depths: Sequence[int], **options: Any) -> int:
+    prompts, answers = zip(*map(chained_prompt, depths), strict=True)
     options = {"num_kvcache_blocks": 60, "max_model_len": 3000} | options
     with open_llm(directory, **options) as llm:
         outputs = generate(llm, prompts, 2)
@@ -203,14 +201,15 @@ def num_found(directory: Path, **options: Any) -> int:
 
 @pytest.mark.parametrize("mode", ["resident", "layer-major", "chunk-major"])
 def test_a_needle_is_found_at_every_depth(retrieval: Path, mode: str) -> None:
-    assert num_found(retrieval, **MODES[mode], **budget(512)) == len(DEPTHS)
+    depths = DEPTHS if mode == "resident" else DEPTHS[::3]
+    assert num_found(retrieval, depths, **MODES[mode], **budget(512)) == len(depths)
 
 
 def test_blind_choices_find_few(retrieval: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: pages by anything else."""
     score = quest.score_pages
     monkeypatch.setattr(quest, "score_pages", lambda *args: score(*args) * 0)
-    assert num_found(retrieval, **MODES["resident"], **budget(512)) < len(DEPTHS) / 2
+    assert num_found(retrieval, DEPTHS, **MODES["resident"], **budget(512)) < len(DEPTHS) / 2
 
 
 # The hot cache.

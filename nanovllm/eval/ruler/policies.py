@@ -51,9 +51,8 @@ def make_policy(name: str, options: dict[str, Any]) -> PolicySpec:
     kind = parse_name(name)
     assert isinstance(kind, SparsePolicyType)
     names = [field.name for field in fields(Config) if field.name != "sparse_policy"]
-    fields_of = {
-        name.removeprefix(_PREFIX): name for name in names if name.startswith((_PREFIX, "decode_"))
-    }
+    fields_of = {name.removeprefix(_PREFIX): name for name in names if name.startswith(_PREFIX)}
+    fields_of |= {name: name for name in names if name.startswith("decode_")}
     for option in options:
         if option not in fields_of:
             raise ConfigError(

@@ -44,6 +44,11 @@ class HostPool:
         """Bytes of the pieces that exist."""
         return self._maker.num_bytes
 
+    @property
+    def all_pinned(self) -> bool:
+        """Whether the system pinned every piece so far, so that kernels may read them."""
+        return self._maker.all_pinned
+
     def reserve(self, block_ids: Iterable[int]) -> None:
         """Begin to make the pieces that hold some blocks, layer by layer. Does not wait."""
         indices = sorted({block_id // self._piece_blocks for block_id in block_ids})
@@ -87,7 +92,7 @@ class _PieceMaker:
         self._layout = layout
         self._probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device.torch_device)
         self._probe_stream = device.new_stream("probe")
-        self._warned = False
+        self.all_pinned = True
         self._jobs: SimpleQueue[tuple[Future[HostMemory], int] | None] = SimpleQueue()
         # A daemon: the interpreter ends without making what is still asked for.
         self._thread = Thread(target=self._work, name="nanovllm-host-pool", daemon=True)
@@ -128,8 +133,8 @@ class _PieceMaker:
         memory = self._device.allocate_host(shape, self._layout.dtype)
         is_first = self.num_bytes == 0
         self.num_bytes += memory.tensor.nbytes
-        if not memory.is_pinned and not self._warned:
-            self._warned = True
+        if not memory.is_pinned and self.all_pinned:
+            self.all_pinned = False
             logger.warning(
                 "the system refused to pin host memory after %.2f GiB: copies of the rest of the "
                 "KV cache run at only %.1f GB/s to the device and %.1f GB/s back, and not beside "

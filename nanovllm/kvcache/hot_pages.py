@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from nanovllm.device import Device
+from nanovllm.errors import CapacityError
 from nanovllm.kvcache.host_pool import HostPool
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.paged_layer import LocatedPages, PageBudget, PagedLayer
@@ -91,10 +92,19 @@ class HotPages:
         Args:
             pool: the host's blocks.
             block_ids: the blocks after those that are known, in the order of the sequence.
+
+        Raises:
+            CapacityError: some host memory is not pinned, where no kernel can read it.
         """
         first = len(self._blocks[0])
         for layer_id, blocks in enumerate(self._blocks):
             blocks += [pool.blocks(layer_id, block_id)[0] for block_id in block_ids]
+        if not pool.all_pinned:
+            raise CapacityError(
+                "decode_policy reads host memory from kernels, and the system refused to pin some "
+                "of it. Raise the limit of locked memory (ulimit -l), lower cpu_memory_gb, or "
+                "decode densely"
+            )
         places = [[block.data_ptr() for block in blocks[first:]] for blocks in self._blocks]
         target = self._addresses[:, 0, first : first + len(block_ids)]
         target.copy_(self._device.upload(places, torch.int64))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import (
     LOGPROB_TOLERANCE,
     VOCAB_SIZE,
+    assert_marked,
     assert_same_answer,
     assert_same_greedy,
     generate,
@@ -26,6 +27,7 @@ from tiny_models import (
 from nanovllm import QUEST, CapacityError, ConfigError
 from nanovllm.config import Config
 from nanovllm.device import HazardError
+from nanovllm.kvcache.host_pool import HostPool
 from nanovllm.kvcache.host_writer import HostWriter
 from nanovllm.kvcache.sparse import quest
 from nanovllm.kvcache.sparse.quest import QuestPolicy
@@ -257,6 +259,15 @@ def test_a_page_is_read_after_its_block_has_arrived(
         monkeypatch.setattr(HostWriter, "host_ready", lambda *_: [])
         with pytest.raises(HazardError):
             generate(llm, [prompt_of(900, 1)], 2)
+
+
+def test_memory_that_no_kernel_can_read_is_refused(
+    sharp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_llm(sharp, **MODES["everything kept"], **budget(256)) as llm:
+        monkeypatch.setattr(HostPool, "all_pinned", False)
+        (output,) = generate(llm, [prompt_of(300)], 3)
+    assert_marked(output, "refused to pin", "cpu_memory_gb")
 
 
 # Options.

@@ -106,6 +106,13 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             parameter.copy_(gain * noise / parameter.shape[1] ** 0.5)
 
 
+def sharpen(model: torch.nn.Module) -> None:
+    """Let attention prefer some tokens so much that a choice among them is worth it."""
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name:
+            parameter *= 2
+
+
 def copy_model(source: Path, directory: Path, **edits: Any) -> Path:
     """Copy a checkpoint and return the copy. `edits` replace keys of config.json; `...` drops."""
     shutil.copytree(source, directory)

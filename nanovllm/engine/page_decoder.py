@@ -42,7 +42,6 @@ class PageDecoder:
         self._max_blocks = self._layout.num_blocks_for(max_model_len)
         self._graph: DecodeGraph | None = None
         self._sequence: Sequence | None = None
-        self._num_known = 0
 
     def capture_graph(self) -> None:
         """Record the step. Before any sequence: what it computes overwrites the tail."""
@@ -67,13 +66,13 @@ class PageDecoder:
     def _learn_blocks(self, seq: Sequence) -> None:
         """Let the step read the sequence's full blocks in host memory."""
         if seq is not self._sequence:
-            self._sequence, self._num_known = seq, 0
+            self._sequence = seq
             self._hot.begin_sequence()
         blocks = seq.block_table[: seq.num_computed_tokens // self._layout.block_size]
-        if new := blocks[self._num_known :]:
+        num_known = self._hot.num_host_blocks
+        if new := blocks[num_known:]:
             self._hot.add_host_blocks(self._engine.pool, new)
-            self._num_known = len(blocks)
-        self._engine.let_read(blocks, len(blocks) - len(new))
+        self._engine.let_read(blocks, num_known)
 
     def _compute(
         self, tokens: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor

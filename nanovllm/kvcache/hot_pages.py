@@ -72,6 +72,11 @@ class HotPages:
         self._blocks: list[list[torch.Tensor]] = [[] for _ in range(layout.num_layers)]
         self.num_bytes = data.nbytes - self.tails.nbytes + self.bounds.nbytes
 
+    @property
+    def num_host_blocks(self) -> int:
+        """How many of the sequence's blocks are known to lie in host memory."""
+        return len(self._blocks[0])
+
     def begin_sequence(self) -> None:
         """Forget the pages of another sequence, or of this one in other blocks."""
         self.state.forget()
@@ -96,7 +101,7 @@ class HotPages:
         Raises:
             CapacityError: some host memory is not pinned, where no kernel can read it.
         """
-        first = len(self._blocks[0])
+        first = self.num_host_blocks
         for layer_id, blocks in enumerate(self._blocks):
             blocks += [pool.blocks(layer_id, block_id)[0] for block_id in block_ids]
         if not pool.all_pinned:

@@ -21,6 +21,7 @@ from tiny_models import (
     generate,
     open_llm,
     prompt_of,
+    sharpen,
     whole_distribution,
 )
 
@@ -55,12 +56,6 @@ def checked_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def budget(num_tokens: int, **options: Any) -> dict[str, Any]:
     return {"decode_policy": QUEST, "decode_token_budget": num_tokens} | options
-
-
-def sharpen(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if "q_proj" in name:
-            parameter *= 2
 
 
 @pytest.fixture(scope="module")

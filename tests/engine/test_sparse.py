@@ -23,6 +23,7 @@ from tiny_models import (
     generate,
     open_llm,
     prompt_of,
+    sharpen,
     whole_distribution,
 )
 
@@ -73,12 +74,6 @@ CHOICES: dict[str, tuple[float, int, str, float]] = {
     "0.7 of rows, S=16": (0.7, 16, "row", 1),
     "0.3 of rows, S=8, guarded": (0.3, 8, "row", 0.95),
 }
-
-
-def sharpen(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if "q_proj" in name:
-            parameter *= 2
 
 
 @pytest.fixture(scope="module")

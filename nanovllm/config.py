@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nanovllm.errors import ConfigError
+from nanovllm.kvcache.page_budget import PageEstimator
 from nanovllm.kvcache.sparse.registry import SparsePolicyType, parse_policy
 from nanovllm.log import get_logger
 
@@ -37,6 +38,7 @@ _XATTN_ONLY = (
 _QUEST_ONLY = (
     "decode_token_budget",
     "decode_page_size",
+    "decode_estimator",
     "decode_hot_cache_gb",
     "sparse_topk_blocks",
     "sparse_threshold_blocks",
@@ -119,8 +121,11 @@ class Config:
     whole pages; >= 2 * decode_page_size."""
     decode_page_size: int = 64
     """With decode_policy=QUEST, tokens that are chosen together, 16, 32, 64 or 128. Small pages are
-    chosen better. The bounds of a page's keys take 1 / page size of the cache's bytes, on the
-    device."""
+    chosen better; the index of the keys takes 1 / page size of the cache's bytes, on the device."""
+    decode_estimator: PageEstimator = "codes"
+    """With decode_policy=QUEST, by what pages are chosen. `codes`: their attention mass, by keys in
+    2 bits a channel, which take another 1/16 of the cache's bytes. `bounds`: Quest's bound of their
+    logits, by the least and the greatest value of each channel."""
     decode_hot_cache_gb: float | None = None
     """With decode_policy=QUEST and offload, GiB of device memory for pages that recent steps used;
     0 keeps none from step to step. None: four times what a step attends to, on a CPU once."""
@@ -240,6 +245,7 @@ class Config:
         if self.decode_page_size not in _PAGE_SIZES:
             sizes = ", ".join(map(str, _PAGE_SIZES))
             raise ConfigError(f"decode_page_size={self.decode_page_size!r} is none of {sizes}")
+        _one_of("decode_estimator", self.decode_estimator, get_args(PageEstimator))
         _at_least("decode_token_budget", self.decode_token_budget, 2 * self.decode_page_size)
         if self.sparse_topk_blocks is not None:
             _at_least_one("sparse_topk_blocks", self.sparse_topk_blocks)

@@ -18,11 +18,19 @@ class QuestReference:
         num_pages: pages that each KV head attends to.
         num_recent: newest pages that are always among them, as the first page is.
         num_dense: pages of a context up to which it attends to all.
+        estimator: by what pages are chosen, as `QuestPolicy` has it.
     """
 
     def __init__(
-        self, directory: Path, page_size: int, num_pages: int, num_recent: int, num_dense: int = 0
+        self,
+        directory: Path,
+        page_size: int,
+        num_pages: int,
+        num_recent: int,
+        num_dense: int = 0,
+        estimator: str = "codes",
     ) -> None:
+        self._score = {"codes": self._mass, "bounds": self._bound}[estimator]
         self.num_dropped = 0
         """Pages that decode left out."""
         self._sizes = page_size, num_pages, num_recent, num_dense
@@ -48,15 +56,24 @@ class QuestReference:
         pages = key.split(page_size)
         if len(pages) <= num_dense:
             return set(range(len(pages)))
-        boxes = [(page.amin(0), page.amax(0)) for page in pages]
         # Of each page for each query, then the greatest share that a query gives it.
-        rows = torch.tensor(
-            [[float(torch.maximum(q * low, q * high).sum()) for low, high in boxes] for q in query]
-        )
-        bounds = (rows * query.shape[1] ** -0.5).log_softmax(-1).amax(0).tolist()
+        rows = torch.tensor([[float(self._score(q, page)) for page in pages] for q in query])
+        shares = rows.log_softmax(-1).amax(0).tolist()
         forced = {0, *range(len(pages))[-num_recent:]}
-        others = sorted(set(range(len(pages))) - forced, key=lambda i: (-bounds[i], i))
+        others = sorted(set(range(len(pages))) - forced, key=lambda i: (-shares[i], i))
         return forced | set(others[: max(0, num_pages - len(forced))])
+
+    @staticmethod
+    def _bound(q: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
+        low, high = page.aminmax(dim=0)
+        return torch.maximum(q * low, q * high).sum() * len(q) ** -0.5
+
+    @staticmethod
+    def _mass(q: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
+        low, high = page.aminmax(dim=0)
+        quarter = ((page - low) / (high - low) * 4).nan_to_num().floor().clamp(max=3)
+        keys = low + (quarter + 0.5) / 4 * (high - low)
+        return (keys @ q * len(q) ** -0.5).logsumexp(0)
 
     def _attend(self, module, query, key, value, attention_mask, scaling, **_):  # type: ignore[no-untyped-def]
         q, k, v = (x[0].double() for x in (query, key, value))

@@ -77,6 +77,7 @@ INVALID = [
     ("sparse_min_len", None),
     ("decode_token_budget", 127),
     ("decode_page_size", 48),
+    ("decode_estimator", "signs"),
     ("decode_hot_cache_gb", -1),
     ("sparse_topk_blocks", 0),
     ("sparse_threshold_blocks", -1),

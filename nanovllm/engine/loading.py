@@ -175,16 +175,15 @@ def _make_resident(
 ) -> LoadedModel:
     device, layout = parts.device, parts.layout
     pages = parts.attention.decode.pages
-    page_size = None if pages is None else pages.page_size
     block_bytes = layout.block_bytes
-    if page_size is not None:
-        block_bytes += layout.page_bound_bytes(page_size)
+    if pages is not None:
+        block_bytes += layout.page_index_bytes(pages)
 
     def make_runner(num_blocks: int) -> ModelRunner:
         return ModelRunner(
             parts.model,
             parts.rotary,
-            ResidentKVCache(layout, num_blocks, device.torch_device, page_size),
+            ResidentKVCache(layout, num_blocks, device.torch_device, pages),
             parts.attention,
             device,
             max_model_len,
@@ -322,7 +321,7 @@ def _make_hot_pages(config: Config, parts: _Parts, plan: OffloadPlan) -> HotPage
         layout,
         plan.num_host_blocks,
         max_blocks,
-        budget.page_size,
+        budget,
         num_hot,
         keeps=config.decode_hot_cache_gb != 0,
     )

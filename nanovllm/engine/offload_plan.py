@@ -7,7 +7,7 @@ from nanovllm.device import Device, free_host_bytes
 from nanovllm.errors import CapacityError
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.paged_layer import PageBudget
+from nanovllm.kvcache.page_budget import PageBudget
 from nanovllm.log import get_logger
 
 logger = get_logger(__name__)
@@ -101,7 +101,7 @@ def plan_hot_slots(
         layout: shape of the KV cache.
         budget: what a step attends to.
         max_blocks: most KV blocks of a sequence.
-        num_host_blocks: blocks whose pages' bounds lie on the device.
+        num_host_blocks: blocks of which the index lies on the device.
 
     Raises:
         CapacityError: the pages of one step do not fit into what the option allows, or what is
@@ -122,13 +122,13 @@ def plan_hot_slots(
             f"head, and a step attends to {num_chosen}, {num_chosen * slot_bytes / _GIB:.2f} GiB. "
             "Raise it, or lower decode_token_budget"
         )
-    bounds = num_host_blocks * layout.page_bound_bytes(budget.page_size)
-    needed, free = num_hot * slot_bytes + bounds, device.free_memory_bytes()
+    index_bytes = num_host_blocks * layout.page_index_bytes(budget)
+    needed, free = num_hot * slot_bytes + index_bytes, device.free_memory_bytes()
     if needed > free:
         raise CapacityError(
             f"the pages of decode need {needed / _GIB:.2f} GiB on {device.name}, "
-            f"{bounds / _GIB:.2f} GiB of them for the bounds of {num_host_blocks} host blocks, and "
-            f"{free / _GIB:.2f} GiB are free. Lower decode_hot_cache_gb, decode_token_budget or "
+            f"{index_bytes / _GIB:.2f} GiB of them for the index of {num_host_blocks} host blocks, "
+            f"and {free / _GIB:.2f} GiB are free. Lower decode_hot_cache_gb, decode_token_budget or "
             "cpu_memory_gb"
         )
     logger.info("decode: %d of %d pages of each KV head on the device", num_hot, max_pages)

@@ -9,9 +9,11 @@ from nanovllm.device import Device
 from nanovllm.errors import CapacityError
 from nanovllm.kvcache.host_pool import HostPool
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.paged_layer import LocatedPages, PageBudget, PagedLayer
+from nanovllm.kvcache.page_budget import PageBudget
+from nanovllm.kvcache.paged_layer import LocatedPages, PagedLayer
 from nanovllm.ops.hot_pages import HostBlocks, HotState, fetch_pages, place_pages
-from nanovllm.ops.pages import top_pages, update_page_bounds
+from nanovllm.ops.page_index import update_page_index
+from nanovllm.ops.pages import top_pages
 
 
 class HotPages:
@@ -28,7 +30,7 @@ class HotPages:
         layout: shape of the KV cache.
         num_host_blocks: KV blocks that host memory may hold.
         max_blocks: most KV blocks of a sequence.
-        page_size: tokens of a page.
+        pages: how a context is divided into pages.
         num_hot: hot slots of each layer and KV head; at least the pages of a step.
         keeps: whether pages stay from one step to the next.
     """
@@ -39,11 +41,11 @@ class HotPages:
         layout: KVLayout,
         num_host_blocks: int,
         max_blocks: int,
-        page_size: int,
+        pages: PageBudget,
         num_hot: int,
         keeps: bool = True,
     ) -> None:
-        self.page_size = page_size
+        self.page_size = page_size = pages.page_size
         self.block_size = layout.block_size
         self._device = device
         self._layout = layout
@@ -59,8 +61,9 @@ class HotPages:
         self.tails = data[:, 0, :, :, num_hot:].flatten(3, 4).transpose(2, 3)
         """Keys and values of the unfinished block of every layer,
         `[2, num_layers, block_size, num_kv_heads, head_dim]`."""
-        self.bounds = layout.empty_page_bounds(num_host_blocks, page_size, place)
-        """See `PagedLayer.bounds`, for all layers."""
+        index = layout.empty_page_index(num_host_blocks, pages, place)
+        self.index = index.layers()
+        """Of each layer, what is known of the keys of all pages that host memory may hold."""
         self.state = HotState.empty(
             1, layout.num_layers, layout.num_kv_heads, num_hot, max_blocks * num_tail, place
         )
@@ -70,7 +73,7 @@ class HotPages:
             layout.num_layers, 1, max_blocks, dtype=torch.int64, device=place
         )
         self._blocks: list[list[torch.Tensor]] = [[] for _ in range(layout.num_layers)]
-        self.num_bytes = data.nbytes - self.tails.nbytes + self.bounds.nbytes
+        self.num_bytes = data.nbytes - self.tails.nbytes + index.num_bytes
 
     @property
     def num_host_blocks(self) -> int:
@@ -121,8 +124,8 @@ class HotPages:
         key_slots: torch.Tensor,
         cache_slots: torch.Tensor,
     ) -> None:
-        """Let the bounds of pages hold for new keys; see `ops.pages.update_page_bounds`."""
-        update_page_bounds(self.bounds[layer_id], key_cache, key_slots, cache_slots, self.page_size)
+        """Let the index hold for new keys; see `ops.page_index.update_page_index`."""
+        update_page_index(self.index[layer_id], key_cache, key_slots, cache_slots, self.page_size)
 
     def layer(
         self, layer_id: int, block_tables: torch.Tensor, context_lens: torch.Tensor
@@ -164,7 +167,7 @@ class _HotLayer(PagedLayer):
         block_tables: torch.Tensor,
         context_lens: torch.Tensor,
     ) -> None:
-        self.bounds = hot.bounds[layer_id]
+        self.index = hot.index[layer_id]
         self.block_tables, self.context_lens = block_tables, context_lens
         self.block_size = hot.block_size
         self._hot, self._layer_id = hot, layer_id

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kvcache.page_budget import PageBudget
+from nanovllm.ops.page_index import PageIndex, num_words
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -45,18 +48,19 @@ class KVLayout:
         """Return how many blocks hold that many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def page_bound_bytes(self, page_size: int) -> int:
-        """Return the bytes of the bounds of a block's pages over all layers."""
-        return self.block_bytes // page_size
+    def page_index_bytes(self, pages: PageBudget) -> int:
+        """Return the bytes of the index of a block's pages over all layers."""
+        return self.empty_page_index(1, pages, torch.device("meta")).num_bytes
 
-    def empty_page_bounds(
-        self, num_blocks: int, page_size: int, device: torch.device
-    ) -> torch.Tensor:
-        """Return room for the bounds of all pages of some blocks, in every layer.
-
-        `[num_layers, num_pages, num_kv_heads, 2, head_dim]`: of each channel of a page's keys the
-        least and the greatest value.
-        """
-        num_pages = num_blocks * self.block_size // page_size
-        shape = (self.num_layers, num_pages, self.num_kv_heads, 2, self.head_dim)
-        return torch.empty(shape, dtype=self.dtype, device=device)
+    def empty_page_index(
+        self, num_blocks: int, pages: PageBudget, device: torch.device
+    ) -> PageIndex:
+        """Return room for the index of all pages of some blocks, in every layer."""
+        num_pages = num_blocks * self.block_size // pages.page_size
+        shape = (self.num_layers, num_pages, self.num_kv_heads)
+        bounds = torch.empty(*shape, 2, self.head_dim, dtype=self.dtype, device=device)
+        codes = None
+        if pages.estimator == "codes":
+            words = pages.page_size, num_words(self.head_dim)
+            codes = torch.empty(*shape, *words, dtype=torch.int32, device=device)
+        return PageIndex(bounds, codes)

@@ -1,31 +1,15 @@
 """A layer of the KV cache as decode reads it that attends to chosen pages."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.kvcache.attention_batch import DecodeBatch
+from nanovllm.kvcache.page_budget import PageBudget
 from nanovllm.kvcache.resident import LayerKV
-from nanovllm.ops.pages import num_entries, top_pages
-
-
-@dataclass(frozen=True, slots=True)
-class PageBudget:
-    """How much of a context a KV head attends to, in pages of `page_size` tokens."""
-
-    page_size: int
-    num_pages: int
-    """Pages that a step attends to, at most."""
-    num_recent: int
-    """Newest pages that are always among them, as the first page is."""
-    num_dense: int = 0
-    """Pages of a context up to which all are attended to."""
-
-    def num_chosen(self, max_pages: int) -> int:
-        """Return the most pages that a step attends to where contexts have up to `max_pages`."""
-        return num_entries(min(self.num_pages, max_pages), self.num_dense, max_pages)
+from nanovllm.ops.page_index import PageIndex
+from nanovllm.ops.pages import top_pages
 
 
 class LocatedPages(NamedTuple):
@@ -44,9 +28,8 @@ class LocatedPages(NamedTuple):
 class PagedLayer(ABC):
     """One layer of the sequences of a decode step, whose new keys and values are stored."""
 
-    bounds: torch.Tensor
-    """`[num_pages, num_kv_heads, 2, head_dim]`: least and greatest value of each channel of each
-    page's keys, by the page's place among the cache's blocks."""
+    index: PageIndex
+    """What is known of the keys of each page, by the page's place among the cache's blocks."""
     block_tables: torch.Tensor
     """int32 `[num_seqs, max_blocks]`."""
     context_lens: torch.Tensor
@@ -67,8 +50,8 @@ class ResidentPages(PagedLayer):
     """A layer of the paged cache on the device: pages are parts of its blocks."""
 
     def __init__(self, layer_kv: LayerKV, batch: DecodeBatch) -> None:
-        assert layer_kv.page_bounds is not None
-        self.bounds = layer_kv.page_bounds
+        assert layer_kv.page_index is not None
+        self.index = layer_kv.page_index
         self.block_tables, self.context_lens = batch.block_tables, batch.context_lens
         self.block_size = layer_kv.keys.shape[1]
         self._layer_kv = layer_kv

@@ -1,12 +1,14 @@
 """The KV cache in the memory of the device that computes: paged, one tensor for all layers."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nanovllm.kvcache.attention_batch import SlotIndex
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.page_budget import PageBudget
+from nanovllm.ops.page_index import PageIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +17,8 @@ class LayerKV:
 
     keys: torch.Tensor
     values: torch.Tensor
-    page_bounds: torch.Tensor | None = None
-    """Where decode chooses pages, the bounds of their keys, see `PagedLayer.bounds`."""
+    page_index: PageIndex | None = None
+    """Where decode chooses pages, what is known of their keys."""
 
     def read(self, slots: SlotIndex) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values at `slots`, `[n, num_kv_heads, head_dim]`; views for a slice."""
@@ -35,7 +37,7 @@ class ResidentKVCache:
         layout: shape of the KV cache.
         num_blocks: KV blocks that sequences may have.
         device: where.
-        page_size: tokens of a page, if bounds of the pages' keys are to be kept.
+        pages: how decode divides a context into pages, if it does.
     """
 
     def __init__(
@@ -43,18 +45,19 @@ class ResidentKVCache:
         layout: KVLayout,
         num_blocks: int,
         device: torch.device,
-        page_size: int | None = None,
+        pages: PageBudget | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = layout.block_size
         shape = (2, layout.num_layers, num_blocks + 1, layout.block_size, *layout.token_shape)
         data = torch.empty(shape, dtype=layout.dtype, device=device)
         self.num_bytes = data.nbytes
-        bounds: Iterable[torch.Tensor | None] = [None] * layout.num_layers
-        if page_size is not None:
-            bounds = layout.empty_page_bounds(num_blocks + 1, page_size, device)
-            self.num_bytes += bounds.nbytes
-        self.layers = [LayerKV(*kv) for kv in zip(*data, bounds, strict=True)]
+        indices: Sequence[PageIndex | None] = [None] * layout.num_layers
+        if pages is not None:
+            index = layout.empty_page_index(num_blocks + 1, pages, device)
+            self.num_bytes += index.num_bytes
+            indices = index.layers()
+        self.layers = [LayerKV(*kv) for kv in zip(*data, indices, strict=True)]
 
     @property
     def scrap_block(self) -> int:

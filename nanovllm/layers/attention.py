@@ -18,7 +18,7 @@ from nanovllm.kvcache.source import OffloadedSource, ResidentSource
 from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
 from nanovllm.ops.backends import AttentionBackend, TileBackend
 from nanovllm.ops.elementwise import rotate_and_store
-from nanovllm.ops.pages import update_page_bounds
+from nanovllm.ops.page_index import update_page_index
 
 
 class AttentionStep(ABC):
@@ -72,10 +72,10 @@ class ResidentAttention(AttentionStep):
         query = rotate_and_store(
             heads, layer_kv.keys, layer_kv.values, batch.slot_mapping, self.cos, self.sin
         )
-        if layer_kv.page_bounds is not None:
+        if layer_kv.page_index is not None:
             assert attention.decode.pages is not None
-            update_page_bounds(
-                layer_kv.page_bounds,
+            update_page_index(
+                layer_kv.page_index,
                 layer_kv.keys,
                 batch.slot_mapping,
                 batch.slot_mapping,

@@ -88,17 +88,21 @@ def test_room_for_everything_is_dense(tiny: Tiny, mode: str) -> None:
 
 @every_mode
 @pytest.mark.parametrize(
-    ("length", "page_size", "num_tokens"), [(760, 64, 256), (1010, 128, 384), (635, 16, 128)]
+    ("length", "page_size", "num_tokens", "estimator"),
+    [(760, 64, 256, "codes"), (1010, 128, 384, "bounds"), (635, 16, 128, "codes")],
 )
 def test_answers_are_those_of_the_definition(
-    sharp: Path, mode: str, length: int, page_size: int, num_tokens: int
+    sharp: Path, mode: str, length: int, page_size: int, num_tokens: int, estimator: str
 ) -> None:
     """Past the ends of blocks, which go to the host when they are full."""
-    options = MODES[mode] | budget(num_tokens, decode_page_size=page_size)
+    options = MODES[mode] | budget(
+        num_tokens, decode_page_size=page_size, decode_estimator=estimator
+    )
     with open_llm(sharp, num_kvcache_blocks=40, **options) as llm:
         (output,) = generate(llm, [prompt_of(length)], 40, logprobs=VOCAB_SIZE)
     num_pages = num_tokens // page_size
-    reference = QuestReference(sharp, page_size, num_pages, min(256 // page_size, num_pages // 2))
+    num_recent = min(256 // page_size, num_pages // 2)
+    reference = QuestReference(sharp, page_size, num_pages, num_recent, estimator=estimator)
     expected = reference.logits(prompt_of(length), output.token_ids).log_softmax(-1)
     assert reference.num_dropped > 500
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Bounds of pages, their scores, the choice among them and attention to it, against loops."""
+"""The choice among pages and attention to them, against loops."""
 
 import numpy as np
 import pytest
@@ -6,16 +6,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_inputs import CPU, DEVICE, INF, KERNEL_DTYPES, NAN, randn, truth_of
+from page_inputs import (
+    BLOCK_SIZE,
+    ESTIMATORS,
+    GARBAGE,
+    PAGE_SIZE,
+    Cache,
+    Pages,
+    choose,
+    ints,
+)
 from tolerances import assert_close
 
+from nanovllm.ops import page_index
 from nanovllm.ops import pages as ops
+from nanovllm.ops.kernels import page_index as index_kernels
 from nanovllm.ops.kernels import pages as kernels
 from nanovllm.ops.kernels.paged_decode import paged_decode_attention
+from nanovllm.ops.page_index import PageIndex
 
 IMPLEMENTATIONS = {"torch": (ops, CPU), "kernel": (kernels, DEVICE)}
-PAGE_SIZE, BLOCK_SIZE = 8, 16
-SCALE = 0.1
-GARBAGE = 2**31 - 1  # an entry of a table that would end the process if it were read through
+SCORING = {ops: page_index, kernels: index_kernels}
+every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -23,251 +35,8 @@ def implementation(request):
     return IMPLEMENTATIONS[request.param]
 
 
-def ints(values, device=CPU):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def assert_same(ours, truth):
-    """NaN is the same as NaN."""
-    torch.testing.assert_close(ours, truth.to(ours.device), rtol=0, atol=0, equal_nan=True)
-
-
-# Bounds
-
-
-def update_by_loop(bounds, keys, slots, page_size=PAGE_SIZE):
-    for key, slot in zip(keys, slots, strict=True):
-        low, high = bounds[slot // page_size].unbind(1)
-        if slot % page_size == 0:
-            low[:], high[:] = key, key
-        else:
-            low[:], high[:] = torch.minimum(low, key), torch.maximum(high, key)
-
-
-class Cache:
-    """A paged cache of keys, bounds of its pages, and what a loop says of them."""
-
-    def __init__(self, num_blocks, heads=2, dim=16, dtype=torch.float32, device=CPU):
-        num_pages = num_blocks * BLOCK_SIZE // PAGE_SIZE
-        self.keys = torch.full((num_blocks, BLOCK_SIZE, heads, dim), NAN, dtype=dtype)
-        self.keys = self.keys.to(device)
-        self.truth = torch.full((num_pages, heads, 2, dim), NAN, dtype=dtype)
-        self.bounds = self.truth.to(device, copy=True)
-
-    def store(self, module, keys, slots, page_size=PAGE_SIZE):
-        where = ints(slots, self.keys.device)
-        self.keys[where // BLOCK_SIZE, where % BLOCK_SIZE] = keys.to(self.keys)
-        module.update_page_bounds(self.bounds, self.keys, where, where, page_size)
-        update_by_loop(self.truth, keys.to(self.truth), slots, page_size)
-        assert_same(self.bounds, self.truth)
-
-
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(1, 64), (3, 80), (2, 96), (1, 128)])
-def test_bounds_by_loop(implementation, heads, dim, dtype):
-    """Pages begun, filled, and left in the middle, of two sequences in blocks out of order."""
-    module, device = implementation
-    cache = Cache(4, heads, dim, dtype, device)
-    for i, slots in enumerate(
-        ([*range(32, 48), 0, 1, 2, 48, 49], [3, 50], [4, 5, 6, 7, 8, 51], [9, 52])
-    ):
-        cache.store(module, randn(len(slots), heads, dim, seed=i, device=CPU), slots)
-    assert cache.bounds[[2, 3, 7]].isnan().all(), "no token is there"
-
-
-@given(data=st.data())
-@settings(max_examples=10)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_bounds_in_steps_of_any_size(name, data):
-    module, device = IMPLEMENTATIONS[name]
-    cache = Cache(6, 1, device=device)
-    blocks = data.draw(st.permutations(range(6)))
-    lengths, tables = [0, 0], [blocks[:3], blocks[3:]]
-    for step in range(3):
-        slots = []
-        for i, table in enumerate(tables):
-            end = data.draw(st.integers(lengths[i], min(lengths[i] + 18, 3 * BLOCK_SIZE)))
-            slots += [
-                table[j // BLOCK_SIZE] * BLOCK_SIZE + j % BLOCK_SIZE for j in range(lengths[i], end)
-            ]
-            lengths[i] = end
-        cache.store(module, randn(len(slots), 1, 16, seed=step, device=CPU), slots)
-
-
-def test_page_begun_anew_forgets(implementation):
-    """Bounds wider than any key's, and NaN in one channel, which stays until then."""
-    module, device = implementation
-    cache = Cache(1, device=device)
-    keys = randn(4, 2, 16, device=CPU)
-    cache.store(module, 100 * keys, [0, 1, 2, 3])
-    keys[1, 1, 5] = NAN
-    cache.store(module, keys, [0, 1, 2, 3])
-    assert cache.bounds[0].isnan().nonzero().tolist() == [[1, 0, 5], [1, 1, 5]]
-    assert cache.bounds[0].nan_to_num().abs().max() < 5
-    cache.store(module, keys[:1], [4])
-    assert cache.bounds[0].isnan().sum() == 2
-    cache.store(module, keys[:1], [0])
-    assert not cache.bounds[0].isnan().any()
-
-
-def test_token_extends_its_page_by_what_it_exceeds(implementation):
-    module, device = implementation
-    cache = Cache(1, 1, 2, device=device)
-    for slot, key, low, high in (
-        (0, (1, -1), (1, -1), (1, -1)),
-        (1, (0, 5), (0, -1), (1, 5)),
-        (2, (0.5, 2), (0, -1), (1, 5)),
-        (3, (9, -9), (0, -9), (9, 5)),
-    ):
-        cache.store(module, torch.tensor([[key]]), [slot])
-        assert cache.bounds[0, 0].tolist() == [list(low), list(high)]
-
-
-# The axes of a cache in memory, outermost first: blocks, tokens, heads.
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)], ids=str)
-def test_keys_that_lie_elsewhere(implementation, order):
-    """New keys in a small tail of any layout, with poison around them; bounds of the cache."""
-    module, device = implementation
-    shape = (2, 24, 3, 16)  # blocks whose size is no power of two
-    tail = torch.full((*(shape[axis] + 1 for axis in order), 20), NAN, device=device)
-    tail = tail.permute(*(order.index(axis) for axis in range(3)), 3)[:2, :24, :3, :16]
-    key_slots, cache_slots = [23, 24, 47, 0, 5], [14, 15, 80, 81, 82]
-    keys = randn(5, 3, 16, device=CPU)
-    for key, slot in zip(keys, key_slots, strict=True):
-        tail[slot // 24, slot % 24] = key
-    truth = randn(12, 3, 2, 16, seed=1, device=CPU)
-    bounds = truth.to(device, copy=True)
-    update_by_loop(truth, keys, cache_slots)
-    slots = (ints(x, device) for x in (key_slots, cache_slots))
-    module.update_page_bounds(bounds, tail, *slots, PAGE_SIZE)
-    assert_same(bounds, truth)
-
-
-def test_rows_of_padding_harm_no_page(implementation):
-    """More rows of one slot than a page has tokens; and none at all."""
-    module, device = implementation
-    cache = Cache(3, device=device)
-    cache.store(module, randn(2, 2, 16, device=CPU), [8, 9])
-    slots = ints([10, *[32] * 20], device)
-    cache.keys[0, 10], cache.keys[2] = 7, 0
-    module.update_page_bounds(cache.bounds, cache.keys, slots, slots, PAGE_SIZE)
-    update_by_loop(cache.truth, torch.full((1, 2, 16), 7.0), [10])
-    assert_same(cache.bounds[:4], cache.truth[:4])
-    before = cache.bounds.clone()
-    module.update_page_bounds(cache.bounds, cache.keys, slots[:0], slots[:0], PAGE_SIZE)
-    assert_same(cache.bounds, before)
-
-
-# Scores
-
-
-class Pages:
-    """Random bounds of sequences of given lengths; whatever belongs to none of them is poison."""
-
-    def __init__(self, lengths, heads=4, kv_heads=2, dim=64, dtype=torch.float32):
-        self.lengths = lengths
-        per_block = BLOCK_SIZE // PAGE_SIZE
-        num_blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-        generator = torch.Generator().manual_seed(0)
-        blocks = torch.randperm(sum(num_blocks) + 1, generator=generator).tolist()
-        self.bounds = torch.full((len(blocks) * per_block, kv_heads, 2, dim), NAN, dtype=dtype)
-        self.tables = torch.full((len(lengths), max(num_blocks) + 1), GARBAGE, dtype=torch.int32)
-        self.query = randn(len(lengths), heads, dim, dtype=dtype, device=CPU)
-        self.physical = []
-        for i, (length, count) in enumerate(zip(lengths, num_blocks, strict=True)):
-            mine, blocks = blocks[:count], blocks[count:]
-            self.tables[i, :count] = ints(mine)
-            pages = [block * per_block + j for block in mine for j in range(per_block)]
-            pages = pages[: -(-length // PAGE_SIZE)]
-            ends = randn(len(pages), kv_heads, 2, dim, seed=1 + i, device=CPU)
-            self.bounds[pages] = ends.sort(dim=2).values.to(dtype)
-            self.physical.append(pages)
-
-    def score(self, implementation):
-        module, device = implementation
-        inputs = self.query, self.bounds, self.tables, ints(self.lengths)
-        inputs = (x.to(device) for x in inputs)
-        return module.score_pages(*inputs, SCALE, PAGE_SIZE, BLOCK_SIZE).cpu()
-
-
-def score_by_loop(query, bounds):
-    """Return the bound of one page for each query of a KV head, in fp64, from its sentence."""
-    low, high = bounds.double()
-    return [SCALE * sum(max(a, b) for a, b in zip(q * low, q * high, strict=True)) for q in query]
-
-
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(1, 1, 64), (6, 2, 80), (4, 1, 96), (8, 1, 128)]
-)
-def test_scores_by_loop(implementation, heads, kv_heads, dim, dtype):
-    pages = Pages([17, 1, 8], heads, kv_heads, dim, dtype)
-    scores = pages.score(implementation)
-    assert scores.dtype == torch.float32
-    assert scores.shape == (3, kv_heads, heads // kv_heads, 6)
-    queries = pages.query.double().unflatten(1, (kv_heads, -1))
-    for i, physical in enumerate(pages.physical):
-        truth = torch.tensor(
-            [
-                [score_by_loop(queries[i, h], pages.bounds[page, h]) for page in physical]
-                for h in range(kv_heads)
-            ]
-        )
-        assert_close(scores[i, ..., : len(physical)], truth.mT)
-        assert (scores[i, ..., len(physical) :] == -INF).all()
-
-
-def test_scores_bound_the_logits(implementation):
-    """Of each key of each page, for each query; a page of one token has it as its score."""
-    module, device = implementation
-    cache = Cache(4, 2, 64, device=device)
-    keys, query = randn(57, 2, 64, device=CPU), randn(1, 6, 64, seed=1, device=CPU)
-    cache.store(module, keys, list(range(57)))
-    table = ints([[0, 1, 2, 3]], device)
-    scores = module.score_pages(
-        query.to(device), cache.bounds, table, ints([57], device), SCALE, PAGE_SIZE, BLOCK_SIZE
-    )[0].cpu()
-    logits = SCALE * torch.einsum("hgd,nhd->hgn", query[0].unflatten(0, (2, 3)), keys)
-    for page in range(8):
-        inside = logits[..., page * PAGE_SIZE : (page + 1) * PAGE_SIZE].amax(-1)
-        assert (scores[..., page] >= inside - 1e-4).all()
-    torch.testing.assert_close(scores[..., 7], logits[..., 56], rtol=1e-5, atol=1e-5)
-
-
-def test_scores_depend_on_their_sequence_only(implementation):
-    """Bit for bit, alone or among others, with a wider table or none wider than needed."""
-    pages = Pages([40, 700, 3])
-    scores = pages.score(implementation)
-    query, tables, lengths = pages.query, pages.tables, pages.lengths
-    for i, length in enumerate(lengths):
-        num_blocks = -(-length // BLOCK_SIZE)
-        pages.query, pages.tables = query[i : i + 1], tables[i : i + 1, :num_blocks]
-        pages.lengths = [length]
-        alone = pages.score(implementation)
-        assert torch.equal(scores[i : i + 1, ..., : alone.shape[3]], alone)
-
-
-def test_scores_of_a_view(implementation):
-    """Queries beside keys and values, and lengths that lie apart."""
-    module, device = implementation
-    pages = Pages([40, 3])
-    truth = pages.score(implementation)
-    wide = torch.full((2, 9, 80), NAN, device=device)
-    wide[:, 1:5, :64] = pages.query
-    lengths = torch.full((2, 3), GARBAGE, dtype=torch.int32, device=device)
-    lengths[:, 1] = ints(pages.lengths)
-    inputs = (wide[:, 1:5, :64], pages.bounds, pages.tables, lengths[:, 1])
-    scores = module.score_pages(*(x.to(device) for x in inputs), SCALE, PAGE_SIZE, BLOCK_SIZE)
-    assert torch.equal(scores.cpu(), truth)
-
-
-def test_nan_in_bounds_shows_in_their_score_only(implementation):
-    pages = Pages([40], heads=6)
-    truth = pages.score(implementation)
-    pages.bounds[pages.physical[0][2], 1, :, 63] = NAN
-    scores = pages.score(implementation)
-    assert scores.isnan().nonzero().tolist() == [[0, 1, query, 2] for query in range(3)]
-    assert_same(torch.where(scores.isnan(), truth, scores), truth)
+def modules_of(implementation):
+    return SCORING[implementation[0]], implementation[0]
 
 
 # Choice
@@ -374,7 +143,7 @@ def test_choice_among_special_scores(implementation, scores):
 def test_choice_in_a_cache(implementation):
     """The places of pages in the cache; entries of tables past the context are not touched."""
     pages = Pages([100, 17, 0, 40])
-    scores = pages.score(implementation)
+    scores = pages.score((page_index, CPU))
     assert_chooses(implementation, scores, pages.lengths, 4, 2, pages.tables)
     assert_chooses(implementation, scores, pages.lengths, 20, 2, pages.tables)
 
@@ -513,15 +282,11 @@ def test_attention_to_pages_of_one_head(op):
 # Together
 
 
-def choose(module, query, bounds, tables, lengths, num_pages):
-    scores = module.score_pages(query, bounds, tables, lengths, SCALE, PAGE_SIZE, BLOCK_SIZE)
-    return module.top_pages(scores, lengths, PAGE_SIZE, num_pages, 1, tables, BLOCK_SIZE)
-
-
+@every_estimator
 @pytest.mark.parametrize("sign", [1, -1])
-def test_planted_key_is_found_in_every_page(implementation, sign):
+def test_planted_key_is_found_in_every_page(implementation, sign, estimator):
     """By one of two query heads; not by the opposite query, save where a page is always kept."""
-    module, device = implementation
+    _, device = implementation
     num_pages = 12
     # One sequence for each page that the key may be in, in a block of its own; one page is short.
     keys = 0.1 * randn(num_pages, num_pages * PAGE_SIZE, 1, 64, device=CPU)
@@ -529,13 +294,17 @@ def test_planted_key_is_found_in_every_page(implementation, sign):
     for page in range(num_pages):
         keys[page, page * PAGE_SIZE + 3 * page % 5, 0] = sign * query[0, 1]
     query[0, 0] /= 100
-    bounds = torch.full((num_pages**2, 1, 2, 64), NAN)
-    slots = ints([s for s in range(num_pages**2 * PAGE_SIZE) if s % 96 < 93])
-    ops.update_page_bounds(bounds, keys, slots, slots, PAGE_SIZE)
+    cache = Cache(num_pages**2 * PAGE_SIZE // BLOCK_SIZE, 1, 64)
+    slots = [s for s in range(num_pages**2 * PAGE_SIZE) if s % 96 < 93]
+    cache.store(page_index, keys.flatten(0, 1)[slots], slots)
+    index = PageIndex(*(x.to(device) for x in cache.index))
+    if estimator == "bounds":
+        index = PageIndex(index.bounds)
     tables = torch.arange(num_pages**2 // 2, dtype=torch.int32).view(num_pages, -1)
     for turned in (1, -1):
-        inputs = (turned * query).expand(num_pages, -1, -1), bounds, tables, ints([93] * num_pages)
-        chosen, lens = choose(module, *(x.to(device) for x in inputs), 3)
+        queries, lengths = (turned * query).expand(num_pages, -1, -1), ints([93] * num_pages)
+        inputs = (x.to(device) for x in (tables, lengths))
+        chosen, lens = choose(modules_of(implementation), queries.to(device), index, *inputs, 3)
         assert lens.tolist() == [21] * num_pages
         for page, pages in enumerate(chosen[:, 0].tolist()):
             found = page * num_pages + page in pages
@@ -548,7 +317,7 @@ def make_context(num_tokens, device):
     cache = Cache(num_blocks, 1, 64, device=device)
     blocks = range(num_blocks - 1, -1, -1)
     slots = [block * BLOCK_SIZE + offset for block in blocks for offset in range(BLOCK_SIZE)]
-    cache.store(ops, randn(num_tokens, 1, 64, device=CPU), slots[:num_tokens])
+    cache.store(page_index, randn(num_tokens, 1, 64, device=CPU), slots[:num_tokens])
     return cache, randn(*cache.keys.shape, seed=1, device=device), ints([blocks], device), slots
 
 
@@ -558,10 +327,12 @@ def attend(query, cache, values, pages, lens):
 
 
 def test_budget_of_the_whole_context_is_dense_attention(implementation):
-    module, device = implementation
+    _, device = implementation
     cache, values, table, slots = make_context(91, device)
     query = randn(1, 4, 64, seed=2, device=device)
-    pages, lens = choose(module, query, cache.bounds, table, ints([91], device), 12)
+    pages, lens = choose(
+        modules_of(implementation), query, cache.index, table, ints([91], device), 12
+    )
     out = attend(query, cache, values, pages, lens)
     keys, values = (x.flatten(0, 1)[slots[:91]][None] for x in (cache.keys, values))
     assert_close(out, truth_of(query[None], keys, values, False)[0][0])
@@ -575,8 +346,8 @@ def test_a_graph_holds_the_step():
     length, slot = ints([1], DEVICE), ints([0], DEVICE)
 
     def step():
-        ops.update_page_bounds(cache.bounds, cache.keys, slot, slot, PAGE_SIZE)
-        pages, lens = choose(ops, query, cache.bounds, table, length, 3)
+        page_index.update_page_index(cache.index, cache.keys, slot, slot, PAGE_SIZE)
+        pages, lens = choose((page_index, ops), query, cache.index, table, length, 3)
         return pages, lens, attend(query, cache, values, pages, lens)
 
     step()
@@ -595,42 +366,7 @@ def test_a_graph_holds_the_step():
 
 # What does not fit
 
-BOUNDS, KEYS = torch.zeros(4, 2, 2, 16), torch.zeros(2, 16, 2, 16)
-SLOTS, TABLES, LENGTHS = ints([0]), ints([[0, 1]]), ints([5])
-QUERY, SCORES = torch.zeros(1, 4, 16), torch.zeros(1, 2, 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("args", "reason"),
-    [
-        ((BOUNDS[:, :, 0], KEYS, SLOTS, SLOTS, 8), "bounds of shape"),
-        ((BOUNDS.mT, KEYS, SLOTS, SLOTS, 8), "bounds of shape"),
-        ((BOUNDS.half(), KEYS, SLOTS, SLOTS, 8), "key_cache of .*float16"),
-        ((BOUNDS, KEYS[:, :, :1], SLOTS, SLOTS, 8), "key_cache of"),
-        ((BOUNDS, KEYS.mT.contiguous().mT, SLOTS, SLOTS, 8), "the last stride 1"),
-        ((BOUNDS, KEYS, SLOTS, SLOTS.long(), 8), "cache_slots of .*int64"),
-        ((BOUNDS, KEYS, ints([0, 1]), SLOTS, 8), "key_slots of"),
-        ((BOUNDS, KEYS, SLOTS, SLOTS, 12), "page_size=12 must be a power of two"),
-    ],
-)
-def test_update_refuses(args, reason):
-    with pytest.raises(ValueError, match=reason):
-        ops.update_page_bounds(*args)
-
-
-@pytest.mark.parametrize(
-    ("args", "reason"),
-    [
-        ((QUERY[:, :3], BOUNDS, TABLES, LENGTHS, 1.0, 8, 16), "query of shape"),
-        ((QUERY.mT, BOUNDS, TABLES, LENGTHS, 1.0, 8, 16), "query of shape"),
-        ((QUERY, BOUNDS, TABLES.long(), LENGTHS, 1.0, 8, 16), "block_tables of .*int64"),
-        ((QUERY, BOUNDS, TABLES, ints([5, 5]), 1.0, 8, 16), "context_lens of"),
-        ((QUERY, BOUNDS, TABLES, LENGTHS, 1.0, 8, 12), "divide block_size=12"),
-    ],
-)
-def test_score_refuses(args, reason):
-    with pytest.raises(ValueError, match=reason):
-        ops.score_pages(*args)
+LENGTHS, TABLES, SCORES = ints([5]), ints([[0, 1]]), torch.zeros(1, 2, 2, 4)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from nanovllm.kvcache.attention_batch import DecodeBatch
-from nanovllm.kvcache.paged_layer import PageBudget, PagedLayer
+from nanovllm.kvcache.page_budget import PageBudget
+from nanovllm.kvcache.paged_layer import PagedLayer
 from nanovllm.kvcache.resident import LayerKV
 from nanovllm.kvcache.source import KVPiece, KVSource
 from nanovllm.ops.attention import flash_attn_with_lse, merge_attention_outputs

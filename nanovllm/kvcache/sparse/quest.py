@@ -1,33 +1,40 @@
-"""Quest: decode attends to the pages whose keys may match the query best."""
+"""Quest: decode attends to the pages whose keys match the query best, as far as one can tell."""
 
 from collections.abc import Sequence as Seq
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 
+from nanovllm.errors import ConfigError
 from nanovllm.kvcache.attention_batch import DecodeBatch
-from nanovllm.kvcache.paged_layer import PageBudget, PagedLayer, ResidentPages
+from nanovllm.kvcache.page_budget import PageBudget, PageEstimator
+from nanovllm.kvcache.paged_layer import PagedLayer, ResidentPages
 from nanovllm.kvcache.resident import LayerKV
 from nanovllm.kvcache.source import KVSource
 from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
-from nanovllm.ops.pages import page_attention, score_pages
+from nanovllm.ops.page_index import score_pages
+from nanovllm.ops.pages import page_attention
 
 _RECENT_TOKENS = 256
 
 
 class QuestPolicy(SparsePolicy):
-    """Chooses pages by a bound of their logits (Tang et al., 2024), for each KV head.
+    """Chooses pages by what is known of their keys (Tang et al., 2024), for each KV head.
 
-    Of each page the least and the greatest value of each channel of its keys are known, and no
-    logit of a query there exceeds `sum_d max(q_d min_d, q_d max_d)`. A KV head attends to the pages
-    of greatest bound, and to the first page and the newest tokens always. Where it serves several
-    query heads, a page counts by the greatest share that one of them gives it in a softmax of its
-    bounds. With room for all pages that is dense attention.
+    A KV head attends to the pages of greatest score, and to the first page and the newest tokens
+    always. Where it serves several query heads, a page counts by the greatest share that one of
+    them gives it in a softmax over pages. With room for all pages that is dense attention.
 
     Args:
         token_budget: tokens of a context that a KV head attends to, in whole pages.
         page_size: tokens of a page, a power of two from 16 to 128.
         num_dense_tokens: contexts up to this length are attended to densely.
+        estimator: what a page's score is. `codes`: its attention mass, by keys in 2 bits a channel.
+            `bounds`: the greatest logit that a key between the least and the greatest value of each
+            channel could have.
+
+    Raises:
+        ConfigError: no such estimator.
     """
 
     supports_prefill = False
@@ -35,8 +42,16 @@ class QuestPolicy(SparsePolicy):
     pages: PageBudget
 
     def __init__(
-        self, token_budget: int = 4096, page_size: int = 64, num_dense_tokens: int = 0
+        self,
+        token_budget: int = 4096,
+        page_size: int = 64,
+        num_dense_tokens: int = 0,
+        estimator: PageEstimator = "codes",
     ) -> None:
+        if estimator not in get_args(PageEstimator):
+            raise ConfigError(
+                f"estimator={estimator!r} is none of {', '.join(get_args(PageEstimator))}"
+            )
         num_pages = -(-token_budget // page_size)
         self.pages = PageBudget(
             page_size=page_size,
@@ -44,6 +59,7 @@ class QuestPolicy(SparsePolicy):
             # Of the smallest budgets half is left to choose.
             num_recent=min(_RECENT_TOKENS // page_size, num_pages // 2),
             num_dense=-(-num_dense_tokens // page_size),
+            estimator=estimator,
         )
 
     @classmethod
@@ -57,6 +73,7 @@ class QuestPolicy(SparsePolicy):
             ),
             page_size=config.decode_page_size,
             num_dense_tokens=config.sparse_threshold_blocks * config.block_size,
+            estimator=config.decode_estimator,
         )
 
     def select_blocks(
@@ -79,7 +96,7 @@ class QuestPolicy(SparsePolicy):
     ) -> torch.Tensor:
         scores = score_pages(
             query,
-            layer.bounds,
+            layer.index,
             layer.block_tables,
             layer.context_lens,
             softmax_scale,

@@ -78,6 +78,7 @@ INVALID = [
     ("decode_token_budget", 127),
     ("decode_page_size", 48),
     ("decode_estimator", "signs"),
+    ("decode_prefetch", 1.1),
     ("decode_hot_cache_gb", -1),
     ("sparse_topk_blocks", 0),
     ("sparse_threshold_blocks", -1),

@@ -106,13 +106,11 @@ class CudaDevice(Device):
 
     def capture(self, run: Callable[[], Any]) -> Replay:
         # Kernels compile and libraries allocate workspaces in a run before the recorded one.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
+        run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool):
+        # On the stream that is current, so that others can wait for it and it for them.
+        stream = torch.cuda.current_stream(self.torch_device)
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
             run()
         self._graph_pool = self._graph_pool or graph.pool()
         return graph.replay

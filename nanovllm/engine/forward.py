@@ -1,9 +1,12 @@
 """The loop over layers of a step that takes all tokens through each layer at once."""
 
+from itertools import pairwise
+from typing import cast
+
 import torch
 
 from nanovllm.layers.attention import AttentionStep
-from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.llama import DecoderLayer, LlamaForCausalLM
 
 
 def forward(
@@ -20,13 +23,16 @@ def forward(
         step: what attention needs.
         rows: int64, which tokens' logits; None for all.
     """
-    *layers, last = model.layers
+    layers = cast("list[DecoderLayer]", list(model.layers))
     hidden: torch.Tensor = model.embed_tokens(token_ids)
     residual = None
-    for layer in layers:
-        hidden, residual = layer(hidden, residual, step)
+    for layer, following in pairwise(layers):
+        normed, residual = layer.attend(hidden, residual, step)
+        if step.looks_ahead:
+            step.look_ahead(following.self_attn.layer_id, following.heads(residual))
+        hidden = layer.mlp(normed)
     # Nothing attends to the last layer's output: only rows that are sampled go on from there.
-    hidden, residual = last(hidden, residual, step, rows)
+    hidden, residual = layers[-1](hidden, residual, step, rows)
     hidden, _ = model.norm.add(hidden, residual)
     logits: torch.Tensor = model.lm_head(hidden)
     return logits

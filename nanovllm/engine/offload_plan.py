@@ -128,8 +128,8 @@ def plan_hot_slots(
         raise CapacityError(
             f"the pages of decode need {needed / _GIB:.2f} GiB on {device.name}, "
             f"{index_bytes / _GIB:.2f} GiB of them for the index of {num_host_blocks} host blocks, "
-            f"and {free / _GIB:.2f} GiB are free. Lower decode_hot_cache_gb, decode_token_budget or "
-            "cpu_memory_gb"
+            f"and {free / _GIB:.2f} GiB are free. Lower decode_hot_cache_gb, decode_token_budget "
+            "or cpu_memory_gb"
         )
     logger.info("decode: %d of %d pages of each KV head on the device", num_hot, max_pages)
     return num_hot

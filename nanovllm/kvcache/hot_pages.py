@@ -1,11 +1,14 @@
 """Pages that decode used lately, on the device while the KV cache is in host memory."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from nanovllm.device import Device
+from nanovllm.device import Device, Span
 from nanovllm.errors import CapacityError
 from nanovllm.kvcache.host_pool import HostPool
 from nanovllm.kvcache.layout import KVLayout
@@ -67,6 +70,9 @@ class HotPages:
         self.state = HotState.empty(
             1, layout.num_layers, layout.num_kv_heads, num_hot, max_blocks * num_tail, place
         )
+        self._state_ahead = replace(self.state, counts=torch.zeros_like(self.state.counts))
+        self._stream = device.new_stream("fetch")
+        self._guess: torch.Tensor | None = None
         self.clock = torch.zeros(1, dtype=torch.int32, device=place)
         """The number of the step."""
         self._addresses = torch.zeros(
@@ -127,34 +133,73 @@ class HotPages:
         """Let the index hold for new keys; see `ops.page_index.update_page_index`."""
         update_page_index(self.index[layer_id], key_cache, key_slots, cache_slots, self.page_size)
 
+    @contextmanager
+    def beside_compute(self, guess: torch.Tensor) -> Iterator[None]:
+        """Let kernels run beside those of the compute stream until `catch_up`.
+
+        They come after all that it has been given so far.
+
+        Args:
+            guess: a tensor of the compute stream that they use; kept until then.
+        """
+        self._guess = guess
+        self._stream.wait(self._device.compute_stream.record())
+        with self._stream.entered():
+            yield
+
+    def catch_up(self) -> None:
+        """Let the compute stream go on after what runs beside it."""
+        if self._guess is not None:
+            self._device.compute_stream.wait(self._stream.record())
+            self._guess = None
+
     def layer(
-        self, layer_id: int, block_tables: torch.Tensor, context_lens: torch.Tensor
+        self,
+        layer_id: int,
+        block_tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        is_ahead: bool = False,
     ) -> PagedLayer:
-        """Return a layer as a decode step sees it; arguments as its attributes."""
-        return _HotLayer(self, layer_id, block_tables, context_lens)
+        """Return a layer as a decode step sees it.
+
+        Args:
+            layer_id: which.
+            block_tables, context_lens: as its attributes.
+            is_ahead: whether pages are located before it is known that they are wanted.
+        """
+        state = self._state_ahead if is_ahead else self.state
+        return _HotLayer(self, layer_id, block_tables, context_lens, state)
 
     def host_blocks(self, layer_id: int) -> HostBlocks:
         """Return where a layer's blocks lie."""
         return HostBlocks(self._addresses[layer_id], [self._blocks[layer_id]])
 
+    def touch_slots(self, layer_id: int) -> None:
+        """Say that kernels launched next use a layer's slots, see `Device.touch`."""
+        self._device.touch(writes=Span("hot", layer_id, 1))
+
     def stats(self) -> dict[str, Any]:
         """Return how many pages of a KV head steps wanted from host memory. Waits for the device.
 
-        Keys: `pages_wanted`, `pages_fetched`, those that were not here yet, `bytes_fetched`, and
-        `hit_rate`, the share that was; 0 where nothing was wanted.
+        Keys: `pages_wanted`; `pages_fetched`, of which `pages_fetched_ahead` before it was known
+        that they are wanted; `bytes_fetched`; and `hit_rate`, the share of those wanted that were
+        here by then; 0 where nothing was wanted.
         """
-        wanted, fetched = self.state.counts.tolist()
+        wanted, missing = self.state.counts.tolist()
+        ahead = int(self._state_ahead.counts[1])
         page_bytes = 2 * self.page_size * self._layout.head_dim * self._layout.dtype.itemsize
         return {
             "pages_wanted": wanted,
-            "pages_fetched": fetched,
-            "bytes_fetched": fetched * page_bytes,
-            "hit_rate": 1 - fetched / wanted if wanted else 0.0,
+            "pages_fetched": missing + ahead,
+            "pages_fetched_ahead": ahead,
+            "bytes_fetched": (missing + ahead) * page_bytes,
+            "hit_rate": 1 - missing / wanted if wanted else 0.0,
         }
 
     def reset_stats(self) -> None:
         """Let `stats` count anew."""
-        self.state.counts.zero_()
+        for state in (self.state, self._state_ahead):
+            state.counts.zero_()
 
 
 class _HotLayer(PagedLayer):
@@ -166,11 +211,12 @@ class _HotLayer(PagedLayer):
         layer_id: int,
         block_tables: torch.Tensor,
         context_lens: torch.Tensor,
+        state: HotState,
     ) -> None:
         self.index = hot.index[layer_id]
         self.block_tables, self.context_lens = block_tables, context_lens
         self.block_size = hot.block_size
-        self._hot, self._layer_id = hot, layer_id
+        self._hot, self._layer_id, self._state = hot, layer_id, state
 
     def locate(self, scores: torch.Tensor, budget: PageBudget) -> LocatedPages:
         hot, sizes = self._hot, (budget.page_size, self.block_size)
@@ -183,8 +229,9 @@ class _HotLayer(PagedLayer):
             num_dense=budget.num_dense,
         )
         tables, fetch = place_pages(
-            pages, lens, self.context_lens, hot.state, self._layer_id, hot.clock, *sizes
+            pages, lens, self.context_lens, self._state, self._layer_id, hot.clock, *sizes
         )
+        hot.touch_slots(self._layer_id)
         host = hot.host_blocks(self._layer_id)
         fetch_pages(hot.keys[:, :, 0], hot.values[:, :, 0], pages, fetch, host, *sizes)
         return LocatedPages(hot.keys, hot.values, tables, lens)

@@ -24,6 +24,19 @@ from nanovllm.ops.page_index import update_page_index
 class AttentionStep(ABC):
     """What attention needs of a step, handed down through the layers."""
 
+    looks_ahead = False
+    """Whether `look_ahead` is to be called."""
+
+    def look_ahead(self, layer_id: int, heads: torch.Tensor) -> None:
+        """Begin to bring here what a layer will need, while the MLP before it is computed.
+
+        Args:
+            layer_id: the layer after the one whose attention is done.
+            heads: its queries, keys and values, as they would be if it were not for that MLP; see
+                `attend`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not look ahead")
+
     @abstractmethod
     def attend(self, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
         """Store a step's keys and values in the cache and attend each token to its sequence.
@@ -164,10 +177,31 @@ class HotAttention(AttentionStep):
     """fp32 `[1, head_dim / 2]`: rotary angles."""
     sin: torch.Tensor
 
+    @property
+    def looks_ahead(self) -> bool:  # type: ignore[override]
+        pages = self.attention.decode.pages
+        return pages is not None and pages.num_ahead > 0
+
+    def look_ahead(self, layer_id: int, heads: torch.Tensor) -> None:
+        hot = self.hot
+        with hot.beside_compute(heads):
+            # What is stored is overwritten when the layer's true keys and values are known.
+            query, _ = self._rotate_and_store(layer_id, heads)
+            layer = hot.layer(layer_id, self.block_tables, self.context_lens, is_ahead=True)
+            self.attention.decode.fetch_ahead(query, layer, query.shape[-1] ** -0.5)
+
     def attend(self, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
         hot = self.hot
-        keys, values = hot.tails[:, layer_id : layer_id + 1]
-        query = rotate_and_store(heads, keys, values, self.tail_slots, self.cos, self.sin)
+        hot.catch_up()
+        query, keys = self._rotate_and_store(layer_id, heads)
         hot.note(layer_id, keys, self.tail_slots, self.cache_slots)
         layer = hot.layer(layer_id, self.block_tables, self.context_lens)
         return self.attention.decode.attend_to_pages(query, layer, query.shape[-1] ** -0.5)
+
+    def _rotate_and_store(
+        self, layer_id: int, heads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries, and the keys of the layer's tail."""
+        keys, values = self.hot.tails[:, layer_id : layer_id + 1]
+        query = rotate_and_store(heads, keys, values, self.tail_slots, self.cos, self.sin)
+        return query, keys

@@ -42,16 +42,22 @@ class LlamaAttention(nn.Module):
         self, hidden: torch.Tensor, step: AttentionStep, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Map `[num_tokens, hidden_size]` to the same, or to its `rows` only."""
-        # [num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        out = step.attend(self.layer_id, self.heads(hidden)).flatten(1)
+        projected: torch.Tensor = self.o_proj(out if rows is None else out[rows])
+        return projected
+
+    def heads(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return queries, keys and values without rotary embedding.
+
+        `[num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]`.
+        """
+        heads: torch.Tensor = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             query = heads[:, : self.num_q_heads]
             key = heads[:, self.num_q_heads : -self.num_kv_heads]
             query.copy_(self.q_norm(query))
             key.copy_(self.k_norm(key))
-        out = step.attend(self.layer_id, heads).flatten(1)
-        projected: torch.Tensor = self.o_proj(out if rows is None else out[rows])
-        return projected
+        return heads
 
 
 class LlamaMLP(nn.Module):
@@ -98,12 +104,27 @@ class DecoderLayer(nn.Module):
             rows: the tokens whose result is wanted, integer `[n]`; None for all. Keys and values
                 of the others are stored all the same.
         """
+        normed, residual = self.attend(hidden, residual, step, rows)
+        return self.mlp(normed), residual
+
+    def attend(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        step: AttentionStep,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the MLP sees, and the residual stream before it; arguments as for a call."""
         normed, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn(normed, step, rows)
         if rows is not None:
             residual = residual[rows]
-        normed, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(normed), residual
+        return self.post_attention_layernorm.add(hidden, residual)
+
+    def heads(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return the queries, keys and values of a residual stream; see `LlamaAttention.heads`."""
+        heads: torch.Tensor = self.self_attn.heads(self.input_layernorm(residual))
+        return heads
 
 
 class LlamaForCausalLM(nn.Module):

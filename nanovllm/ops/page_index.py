@@ -24,8 +24,8 @@ class PageIndex(NamedTuple):
     the maximum of each channel of a page's keys."""
     codes: torch.Tensor | None = None
     """int32 `[num_pages, num_kv_heads, page_size, num_words(head_dim)]`, contiguous: in which
-    quarter of the bounds a key lies, 0 to 3, channel d in bits 2 (d mod 16) and up of word d div 16.
-    None if bounds alone are kept."""
+    quarter of the bounds a key lies, 0 to 3, channel d in bits 2 (d mod 16) and up of word
+    d div 16. None if bounds alone are kept."""
 
     @property
     def num_bytes(self) -> int:

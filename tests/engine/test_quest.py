@@ -30,6 +30,7 @@ from nanovllm.config import Config
 from nanovllm.device import HazardError
 from nanovllm.kvcache.host_pool import HostPool
 from nanovllm.kvcache.host_writer import HostWriter
+from nanovllm.kvcache.hot_pages import HotPages
 from nanovllm.kvcache.sparse import quest
 from nanovllm.kvcache.sparse.quest import QuestPolicy
 
@@ -43,6 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
     "chunk-major": OFFLOADED | {"prefill_order": "chunk", "max_num_batched_tokens": 400},
     "nothing kept": OFFLOADED | {"decode_hot_cache_gb": 0},
     "everything kept": OFFLOADED | {"decode_hot_cache_gb": 0.1},
+    "nothing ahead": OFFLOADED | {"decode_prefetch": 0},
     "large blocks": OFFLOADED | {"kvcache_block_size": 384, "num_gpu_blocks": 2},
 }
 HOST_MODES = [mode for mode in MODES if not mode.startswith("resident")]
@@ -73,11 +75,11 @@ def test_room_for_everything_is_dense(tiny: Tiny, mode: str) -> None:
     page_size = (64, 128)[index % 2]
     num_tokens = 130 if mode in ("resident", "chunk-major") else 20
     prompts = [prompt_of(n) for n in (1, 63, 64, 65, 1000)]
-    options = {"num_kvcache_blocks": 60, "max_model_len": 1200} | MODES[mode]
-    with open_llm(tiny(), **options, **budget(1280, decode_page_size=page_size)) as llm:
-        outputs = generate(llm, prompts, num_tokens, logprobs=VOCAB_SIZE)
-    options.pop("decode_hot_cache_gb", None)
+    sizes = {"num_kvcache_blocks": 60, "max_model_len": 1200}
+    options = sizes | MODES[mode] | budget(1280, decode_page_size=page_size)
     with open_llm(tiny(), **options) as llm:
+        outputs = generate(llm, prompts, num_tokens, logprobs=VOCAB_SIZE)
+    with open_llm(tiny(), **sizes, **for_object(mode)) as llm:
         dense = generate(llm, prompts, num_tokens, logprobs=VOCAB_SIZE)
     for ours, theirs in zip(outputs, dense, strict=True):
         assert_same_answer(ours, theirs)
@@ -220,7 +222,7 @@ def test_pages_are_fetched_once_while_they_stay(sharp: Path) -> None:
     """Counted by hand: what a step wants, but for the unfinished block's pages."""
     wanted, fetched = {}, {}
     for mode in ("nothing kept", "everything kept"):
-        with open_llm(sharp, **MODES[mode], **budget(256)) as llm:
+        with open_llm(sharp, **MODES[mode], **budget(256), decode_prefetch=0) as llm:
             generate(llm, [prompt_of(1000)], 21)
             pages = llm.stats()["pages"]
             wanted[mode], fetched[mode] = pages["pages_wanted"], pages["pages_fetched"]
@@ -235,6 +237,38 @@ def test_pages_are_fetched_once_while_they_stay(sharp: Path) -> None:
     assert 20 * 2 * 2 * 2 <= wanted["nothing kept"] <= 20 * 2 * 2 * 2 + 20 * 2 * 2
     # At most all 14 pages before the unfinished block, each once.
     assert 2 * 2 * 2 <= fetched["everything kept"] <= 2 * 2 * 14
+
+
+def test_pages_are_fetched_ahead(sharp: Path) -> None:
+    """The second layer's, so at most half; most of those guessed are wanted then."""
+    counts = {}
+    for prefetch in (0, 0.125, 1):
+        options = MODES["nothing kept"] | budget(512, decode_prefetch=prefetch)
+        with open_llm(sharp, **options) as llm:
+            generate(llm, [prompt_of(1000)], 21)
+            counts[prefetch] = llm.stats()["pages"]
+    ahead = {prefetch: pages["pages_fetched_ahead"] for prefetch, pages in counts.items()}
+    assert 0 == ahead[0] < ahead[0.125] < ahead[1] <= counts[0]["pages_wanted"] / 2
+    for pages in counts.values():
+        assert pages["pages_wanted"] == counts[0]["pages_wanted"]
+        hits = pages["hit_rate"] * pages["pages_wanted"]
+        assert 0.6 * pages["pages_fetched_ahead"] <= hits <= pages["pages_fetched_ahead"] + 1e-6
+
+
+@pytest.mark.parametrize("forgotten", ["catch_up", "beside_compute"])
+def test_what_is_fetched_ahead_is_ordered(
+    sharp: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
+    """Hazard: slots are filled beside the compute stream, after their use and before the next."""
+    if forgotten == "catch_up":
+        monkeypatch.setattr(HotPages, "catch_up", lambda _: None)
+    else:
+        monkeypatch.setattr(HotPages, "beside_compute", lambda hot, _: hot._stream.entered())
+    with (
+        open_llm(sharp, **MODES["everything kept"], **budget(256)) as llm,
+        pytest.raises(HazardError),
+    ):
+        generate(llm, [prompt_of(900)], 3)
 
 
 def test_another_sequence_finds_no_pages_of_the_last(sharp: Path) -> None:
@@ -283,7 +317,7 @@ def test_the_budget_in_blocks(sharp: Path) -> None:
 def test_short_contexts_attend_densely(sharp: Path, mode: str) -> None:
     """Up to 640 tokens everything, from there on four pages."""
     policy = QuestPolicy(256, 64, num_dense_tokens=640)
-    with open_llm(sharp, decode_policy=policy, **without_cache(mode)) as llm:
+    with open_llm(sharp, decode_policy=policy, **for_object(mode)) as llm:
         short, crossing = generate(llm, [prompt_of(600), prompt_of(620)], 40, logprobs=VOCAB_SIZE)
     assert_same_greedy(short.token_ids, sharp, prompt_of(600))
     reference = QuestReference(sharp, 64, 4, 2, num_dense=10)
@@ -294,9 +328,9 @@ def test_short_contexts_attend_densely(sharp: Path, mode: str) -> None:
     )
 
 
-def without_cache(mode: str) -> dict[str, Any]:
-    """Return a mode's options for a policy that is given as an object."""
-    return {name: value for name, value in MODES[mode].items() if name != "decode_hot_cache_gb"}
+def for_object(mode: str) -> dict[str, Any]:
+    """Return a mode's options for a policy that is given as an object, or for dense decode."""
+    return {name: value for name, value in MODES[mode].items() if not name.startswith("decode_")}
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,13 @@ class SparsePolicy(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not choose pages")
 
+    def fetch_ahead(self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float) -> None:
+        """Bring some pages to the device that queries much like these will want.
+
+        Called if `pages` says so; arguments as for `attend_to_pages`. Does not synchronise.
+        """
+        raise NotImplementedError(f"{type(self).__name__} fetches nothing ahead")
+
     def compute_decode(
         self,
         query: torch.Tensor,

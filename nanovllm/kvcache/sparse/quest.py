@@ -32,6 +32,8 @@ class QuestPolicy(SparsePolicy):
         estimator: what a page's score is. `codes`: its attention mass, by keys in 2 bits a channel.
             `bounds`: the greatest logit that a key between the least and the greatest value of each
             channel could have.
+        prefetch: with a KV cache in host memory, the share of the budget that is fetched while the
+            MLP before a layer is computed, by what its query would be without; 0 to 1.
 
     Raises:
         ConfigError: no such estimator.
@@ -47,6 +49,7 @@ class QuestPolicy(SparsePolicy):
         page_size: int = 64,
         num_dense_tokens: int = 0,
         estimator: PageEstimator = "codes",
+        prefetch: float = 0.25,
     ) -> None:
         if estimator not in get_args(PageEstimator):
             raise ConfigError(
@@ -59,6 +62,7 @@ class QuestPolicy(SparsePolicy):
             # Of the smallest budgets half is left to choose.
             num_recent=min(_RECENT_TOKENS // page_size, num_pages // 2),
             num_dense=-(-num_dense_tokens // page_size),
+            num_ahead=round(prefetch * num_pages),
             estimator=estimator,
         )
 
@@ -74,6 +78,7 @@ class QuestPolicy(SparsePolicy):
             page_size=config.decode_page_size,
             num_dense_tokens=config.sparse_threshold_blocks * config.block_size,
             estimator=config.decode_estimator,
+            prefetch=config.decode_prefetch,
         )
 
     def select_blocks(
@@ -94,7 +99,16 @@ class QuestPolicy(SparsePolicy):
     def attend_to_pages(
         self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float
     ) -> torch.Tensor:
-        scores = score_pages(
+        chosen = layer.locate(self._score(query, layer, softmax_scale), self.pages)
+        return page_attention(
+            query, chosen.keys, chosen.values, chosen.tables, chosen.lens, softmax_scale
+        )
+
+    def fetch_ahead(self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float) -> None:
+        layer.locate(self._score(query, layer, softmax_scale), self.pages.ahead())
+
+    def _score(self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float) -> torch.Tensor:
+        return score_pages(
             query,
             layer.index,
             layer.block_tables,
@@ -102,8 +116,4 @@ class QuestPolicy(SparsePolicy):
             softmax_scale,
             self.pages.page_size,
             layer.block_size,
-        )
-        chosen = layer.locate(scores, self.pages)
-        return page_attention(
-            query, chosen.keys, chosen.values, chosen.tables, chosen.lens, softmax_scale
         )

@@ -5,56 +5,74 @@
 
 For each length: dense decode with the cache on the device and in host memory, then QUEST for each
 budget, with nothing kept from step to step, and with a hot cache. A random model's queries do not
-repeat as real ones do, so with the hot cache pages are chosen by a plan: of each step's pages a
-share of `--reuse` was in the step before and the others were in none for long. Pages are scored all
-the same. The prompt is computed with a window, since decode is what is timed.
+repeat as real ones do, nor does its residual stream foretell the next layer's. So pages are chosen
+by a plan: of each step's pages a share of `--reuse` was in the step before (with nothing kept:
+none) and the others were in none for long, and of those fetched ahead a share of `--foresight` is
+wanted. Pages are scored all the same. The prompt is computed with a window, since decode is what is
+timed.
 """
 
 import argparse
+import math
+import re
 import statistics
 import time
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import machine_facts, model_directory, write_record
-from nanovllm import LLM, QUEST, STREAMING, SamplingParams
+from nanovllm import LLM, STREAMING, SamplingParams
 from nanovllm.kvcache.paged_layer import PagedLayer
-from nanovllm.kvcache.sparse import quest
 from nanovllm.kvcache.sparse.quest import QuestPolicy
 
 GIB = 1 << 30
 
 
 class PlannedPages(QuestPolicy):
-    """Chooses pages along a random order, some further in each step, after scoring them."""
+    """Chooses pages along a random order, some further in each step, after scoring them.
 
-    def __init__(self, token_budget: int, reuse: float) -> None:
-        super().__init__(token_budget)
+    Args:
+        token_budget, estimator, prefetch: as for `QuestPolicy`.
+        reuse: share of a step's pages that the step before used too.
+        foresight: share of the pages fetched ahead that are wanted then.
+    """
+
+    def __init__(
+        self, token_budget: int, estimator: str, prefetch: float, reuse: float, foresight: float
+    ) -> None:
+        super().__init__(token_budget, estimator=estimator, prefetch=prefetch)
         self._advance = round(self.pages.num_pages * (1 - reuse))
-        self._ranks: torch.Tensor | None = None
+        self._foresight = foresight
+        self._orders: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._is_guess = False
 
-    def attend_to_pages(
-        self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float
-    ) -> torch.Tensor:
-        score = quest.score_pages
+    def fetch_ahead(self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float) -> None:
+        self._is_guess = True
+        super().fetch_ahead(query, layer, softmax_scale)
+        self._is_guess = False
 
-        def planned(*args: Any) -> torch.Tensor:
-            scores = score(*args)
-            if self._ranks is None or self._ranks.shape[3] != scores.shape[3]:
-                # For all queries of a KV head the same.
-                self._ranks = torch.rand_like(scores[:, :, :1]).argsort(-1).float()
-            moved = layer.context_lens[:, None, None, None] * self._advance
-            ahead = torch.remainder(self._ranks - moved, scores.shape[3])
-            return torch.where(scores > float("-inf"), -ahead, scores)
-
-        quest.score_pages = planned
-        try:
-            return super().attend_to_pages(query, layer, softmax_scale)
-        finally:
-            quest.score_pages = score
+    def _score(self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float) -> torch.Tensor:
+        scores = super()._score(query, layer, softmax_scale)
+        num_pages = scores.shape[3]
+        if self._orders is None or self._orders[0].shape[3] != num_pages:
+            # For all queries of a KV head the same.
+            true, other = torch.rand(2, *scores[:, :, :1].shape, device=scores.device)
+            self._orders = true.argsort(-1).float(), other.argsort(-1).float()
+        order, other = self._orders
+        step = layer.context_lens[:, None, None, None]
+        ahead = torch.remainder(order - step * self._advance, num_pages)
+        if self._is_guess:
+            # Pages that are not foreseen count for what they are not, others each step.
+            hidden = torch.remainder(other - step * 997, num_pages)
+            unforeseen = (
+                torch.remainder(order + step * 61, num_pages) >= self._foresight * num_pages
+            )
+            ahead = torch.where(unforeseen, hidden, ahead)
+        return torch.where(scores > float("-inf"), -ahead, scores)
 
 
 def main() -> None:
@@ -65,20 +83,27 @@ def main() -> None:
         "dense, in host memory": host,
     }
     for budget in args.budgets:
-        paged = host | {"decode_policy": QUEST, "decode_token_budget": budget}
-        cases[f"QUEST {budget}, nothing kept"] = paged | {"decode_hot_cache_gb": 0}
-        if args.reuse is not None:
-            cases[f"QUEST {budget}, reuse {args.reuse}"] = host | {
-                "decode_policy": PlannedPages(budget, args.reuse)
+        for estimator, prefetch in product(args.estimators, args.prefetch):
+            name = f"QUEST {budget} {estimator}, ahead {prefetch}"
+            planned = partial(PlannedPages, budget, estimator, prefetch, foresight=args.foresight)
+            cases[f"{name}, nothing kept"] = host | {
+                "decode_policy": planned(reuse=0),
+                "decode_hot_cache_gb": 0,
             }
+            if args.reuse is not None:
+                cases[f"{name}, reuse {args.reuse}"] = host | {
+                    "decode_policy": planned(reuse=args.reuse)
+                }
+    if args.cases is not None:
+        cases = {name: case for name, case in cases.items() if re.search(args.cases, name)}
     with model_directory(args.model) as found:
         medians: dict[int, dict[str, float]] = {length: {} for length in args.lengths}
         for name, options in cases.items():
             _time_case(name, options, args, found, medians)
     for length, by_case in medians.items():
-        dense = by_case["dense, in host memory"]
+        dense = by_case.get("dense, in host memory", math.nan)
         for name, median in by_case.items():
-            print(f"{length:7} {name:28} {median:9.2f} ms a token, {dense / median:6.1f} times")
+            print(f"{length:7} {name:44} {median:9.2f} ms a token, {dense / median:6.1f} times")
 
 
 def _time_case(
@@ -110,7 +135,7 @@ def _time_case(
             medians[length][name] = statistics.median(samples)
             pages = stats.get("pages", {})
             print(
-                f"{length:7} {name:28} {medians[length][name]:9.2f} ms a token ({min(samples):.2f} "
+                f"{length:7} {name:44} {medians[length][name]:9.2f} ms a token ({min(samples):.2f} "
                 f"to {max(samples):.2f}, n = {len(samples)}); KV on the device "
                 f"{stats['kv_device_bytes'] / GIB:.2f} GiB, peak "
                 f"{stats['peak_device_bytes'] / GIB:.1f} GiB; "
@@ -139,7 +164,11 @@ def _parse_args() -> argparse.Namespace:
     add("--model", default="llama-3.1-8b", help="demo, llama-3.1-8b or a directory")
     add("--lengths", type=int, nargs="+", default=[131072, 65536])
     add("--budgets", type=int, nargs="+", default=[4096, 2048])
+    add("--estimators", nargs="+", default=["codes"], help="codes, bounds")
+    add("--prefetch", type=float, nargs="+", default=[0.25], help="see decode_prefetch")
+    add("--foresight", type=float, default=0.78, help="share of guessed pages that are wanted")
     add("--reuse", type=float, help="share of a step's pages that the step before used too")
+    add("--cases", help="run those whose name this regular expression finds")
     add("--decode-tokens", type=int, default=32)
     add("--json", type=Path, help="file to append JSON lines to")
     return parser.parse_args()

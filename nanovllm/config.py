@@ -40,7 +40,6 @@ _QUEST_ONLY = (
     "decode_page_size",
     "decode_estimator",
     "decode_prefetch",
-    "decode_hot_cache_gb",
     "sparse_topk_blocks",
     "sparse_threshold_blocks",
 )
@@ -127,9 +126,10 @@ class Config:
     """With decode_policy=QUEST, by what pages are chosen. `codes`: their attention mass, by keys in
     2 bits a channel, which take another 1/16 of the cache's bytes. `bounds`: Quest's bound of their
     logits, by the least and the greatest value of each channel."""
-    decode_prefetch: float = 0.25
+    decode_prefetch: float | None = None
     """With decode_policy=QUEST and offload, the share of the budget that is fetched while the MLP
-    before a layer is computed, by what its query would be without that MLP; in [0, 1]."""
+    before a layer is computed, by what its query would be without that MLP; in [0, 1]. None: 0.25,
+    on a CPU 0."""
     decode_hot_cache_gb: float | None = None
     """With decode_policy=QUEST and offload, GiB of device memory for pages that recent steps used;
     0 keeps none from step to step. None: four times what a step attends to, on a CPU once."""
@@ -254,15 +254,17 @@ class Config:
         if self.sparse_topk_blocks is not None:
             _at_least_one("sparse_topk_blocks", self.sparse_topk_blocks)
         _at_least("sparse_threshold_blocks", self.sparse_threshold_blocks, 0)
-        _number("decode_prefetch", self.decode_prefetch)
+        if self.decode_prefetch is not None:
+            _number("decode_prefetch", self.decode_prefetch)
         _gib("decode_hot_cache_gb", self.decode_hot_cache_gb)
-        if self.decode_policy is not SparsePolicyType.QUEST:
+        is_quest = self.decode_policy is SparsePolicyType.QUEST
+        if not is_quest:
             self._refuse(_QUEST_ONLY, "decode_policy=QUEST")
-            return
-        if self.decode_hot_cache_gb is not None and not self.enable_offload:
+        chooses_pages = is_quest or getattr(self.decode_policy, "pages", None) is not None
+        if self.decode_hot_cache_gb is not None and not (chooses_pages and self.enable_offload):
             raise ConfigError(
-                f"decode_hot_cache_gb={self.decode_hot_cache_gb!r} is for a KV cache in host "
-                "memory: set enable_offload=True"
+                f"decode_hot_cache_gb={self.decode_hot_cache_gb!r} is for pages of a KV cache in "
+                "host memory: set decode_policy=QUEST and enable_offload=True"
             )
 
     def _refuse(self, names: tuple[str, ...], what_for: str) -> None:

@@ -44,7 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
     "chunk-major": OFFLOADED | {"prefill_order": "chunk", "max_num_batched_tokens": 400},
     "nothing kept": OFFLOADED | {"decode_hot_cache_gb": 0},
     "everything kept": OFFLOADED | {"decode_hot_cache_gb": 0.1},
-    "nothing ahead": OFFLOADED | {"decode_prefetch": 0},
+    "fetched ahead": OFFLOADED | {"decode_hot_cache_gb": 0, "decode_prefetch": 0.3},
     "large blocks": OFFLOADED | {"kvcache_block_size": 384, "num_gpu_blocks": 2},
 }
 HOST_MODES = [mode for mode in MODES if not mode.startswith("resident")]
@@ -222,7 +222,7 @@ def test_pages_are_fetched_once_while_they_stay(sharp: Path) -> None:
     """Counted by hand: what a step wants, but for the unfinished block's pages."""
     wanted, fetched = {}, {}
     for mode in ("nothing kept", "everything kept"):
-        with open_llm(sharp, **MODES[mode], **budget(256), decode_prefetch=0) as llm:
+        with open_llm(sharp, **MODES[mode], **budget(256)) as llm:
             generate(llm, [prompt_of(1000)], 21)
             pages = llm.stats()["pages"]
             wanted[mode], fetched[mode] = pages["pages_wanted"], pages["pages_fetched"]
@@ -265,7 +265,7 @@ def test_what_is_fetched_ahead_is_ordered(
     else:
         monkeypatch.setattr(HotPages, "beside_compute", lambda hot, _: hot._stream.entered())
     with (
-        open_llm(sharp, **MODES["everything kept"], **budget(256)) as llm,
+        open_llm(sharp, **MODES["fetched ahead"], **budget(256)) as llm,
         pytest.raises(HazardError),
     ):
         generate(llm, [prompt_of(900)], 3)
@@ -317,7 +317,8 @@ def test_the_budget_in_blocks(sharp: Path) -> None:
 def test_short_contexts_attend_densely(sharp: Path, mode: str) -> None:
     """Up to 640 tokens everything, from there on four pages."""
     policy = QuestPolicy(256, 64, num_dense_tokens=640)
-    with open_llm(sharp, decode_policy=policy, **for_object(mode)) as llm:
+    options = {"decode_hot_cache_gb": 0} if mode == "nothing kept" else {}
+    with open_llm(sharp, decode_policy=policy, **for_object(mode), **options) as llm:
         short, crossing = generate(llm, [prompt_of(600), prompt_of(620)], 40, logprobs=VOCAB_SIZE)
     assert_same_greedy(short.token_ids, sharp, prompt_of(600))
     reference = QuestReference(sharp, 64, 4, 2, num_dense=10)

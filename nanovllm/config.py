@@ -131,8 +131,9 @@ class Config:
     before a layer is computed, by what its query would be without that MLP; in [0, 1]. None: 0.25,
     on a CPU 0."""
     decode_hot_cache_gb: float | None = None
-    """With decode_policy=QUEST and offload, GiB of device memory for pages that recent steps used;
-    0 keeps none from step to step. None: four times what a step attends to, on a CPU once."""
+    """With decode_policy=QUEST and offload, GiB of device memory for pages that recent steps used,
+    shared out among the requests that may run at once; 0 keeps none from step to step. None: four
+    times what a step attends to, less where that is a quarter of what is free, on a CPU once."""
     sparse_topk_blocks: int | None = None
     """With decode_policy=QUEST, the budget in KV blocks; takes the place of
     `decode_token_budget`."""
@@ -140,7 +141,7 @@ class Config:
     """With decode_policy=QUEST, attend to all of a context of at most so many KV blocks; >= 0."""
     enable_offload: bool = False
     """Whether the KV cache lies in host memory and passes through a ring of slots on the device.
-    Requests then run one at a time."""
+    Requests then run one at a time, with decode_policy=QUEST up to 8."""
     cpu_memory_gb: float | None = None
     """GiB of host memory that the KV cache may grow to, with offload; at least one block. None:
     half of what is free, on a CPU a quarter."""
@@ -151,7 +152,7 @@ class Config:
     """With offload, the order of a prompt longer than `max_num_batched_tokens`. `layer`: all its
     chunks in a layer before the next layer, which reads nothing back from the host and keeps the
     prompt's hidden states on the device. `chunk`: all layers of a chunk before the next chunk.
-    `auto`: `layer` if it fits."""
+    `auto`: `layer` if it fits and no other request decodes, which would have to wait."""
     enable_nvtx: bool = False
     """Whether a profiler is shown each layer and chunk by name, with offload."""
 

@@ -60,6 +60,7 @@ class LLMEngine:
             config.max_num_batched_tokens,
             loaded.max_whole_prefill_tokens,
             loaded.chunk_multiple,
+            takes_turns=config.prefill_order != "layer",
         )
         self._max_whole_prefill_tokens = loaded.max_whole_prefill_tokens
 

@@ -252,6 +252,7 @@ def _make_offloaded(
         decoder = PageDecoder(
             parts.model, parts.rotary, engine, hot, parts.attention, device, plan.max_model_len
         )
+    num_rows = 1 if hot is None else hot.num_rows
     runner = OffloadRunner(
         parts.model,
         parts.rotary,
@@ -260,6 +261,7 @@ def _make_offloaded(
         device,
         chunk_tokens,
         decoder,
+        num_rows,
         config.enable_nvtx,
     )
     # The largest step is a chunk whose history comes from the host. Where that is merged, one block
@@ -296,7 +298,7 @@ def _make_offloaded(
         )
         if decoder is not None and device.records_graphs and not config.enforce_eager:
             with device.active():
-                decoder.capture_graph()
+                decoder.capture_graphs()
         undo.pop_all()
     return LoadedModel(
         runner=runner,
@@ -305,7 +307,7 @@ def _make_offloaded(
         num_blocks=plan.num_host_blocks,
         max_model_len=plan.max_model_len,
         length_reason=plan.length_reason,
-        max_num_seqs=1,
+        max_num_seqs=num_rows,
         chunk_multiple=parts.chunk_multiple,
         caches_answers=parts.attention.caches_answers,
         max_whole_prefill_tokens=max_whole_prefill_tokens,
@@ -318,13 +320,16 @@ def _make_hot_pages(config: Config, parts: _Parts, plan: OffloadPlan) -> HotPage
     if budget is None:
         return None
     max_blocks = layout.num_blocks_for(plan.max_model_len)
-    num_hot = plan_hot_slots(config, parts.device, layout, budget, max_blocks, plan.num_host_blocks)
+    num_rows, num_hot = plan_hot_slots(
+        config, parts.device, layout, budget, max_blocks, plan.num_host_blocks
+    )
     return HotPages(
         parts.device,
         layout,
         plan.num_host_blocks,
         max_blocks,
         budget,
+        num_rows,
         num_hot,
         keeps=config.decode_hot_cache_gb != 0,
     )

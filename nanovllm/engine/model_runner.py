@@ -112,12 +112,13 @@ class ModelRunner(Runner):
         return forward(self._model, token_ids, step, rows)
 
     def _inputs(self, step: Step, pad_decodes_to: int = 0) -> StepInputs:
+        padding = [None] * max(0, pad_decodes_to - len(step.decodes))
         return build_step_inputs(
-            step,
+            step.prefills,
+            [*step.decodes, *padding],
             self._cache.block_size,
             self._max_blocks,
             self._cache.scrap_block,
-            pad_decodes_to,
         )
 
     def _segments(self, step: Step) -> list[PrefillSegment]:

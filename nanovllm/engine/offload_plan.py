@@ -19,6 +19,8 @@ _RING_TOKENS = 65536  # half of them is what attention gets at a time: long enou
 _STAGING_BYTES = 64 << 20  # two copies in flight, each long enough to run at full speed
 
 _HOT_STEPS = 4  # pages of so many steps stay on the device
+_HOT_SHARE = 0.25  # of what is free there, for the pages of all sequences
+_MAX_ROWS = 8  # sequences that have memory of their own on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ def plan_hot_slots(
     budget: PageBudget,
     max_blocks: int,
     num_host_blocks: int,
-) -> int:
-    """Return how many pages each layer and KV head keeps on the device for decode.
+) -> tuple[int, int]:
+    """Return how many sequences decode at once, and how many pages of each the device keeps.
 
     Args:
         config: the options.
@@ -103,6 +105,9 @@ def plan_hot_slots(
         max_blocks: most KV blocks of a sequence.
         num_host_blocks: blocks of which the index lies on the device.
 
+    Returns:
+        Sequences, and for each of them the pages of each layer and KV head.
+
     Raises:
         CapacityError: the pages of one step do not fit into what the option allows, or what is
             needed not on the device.
@@ -110,29 +115,41 @@ def plan_hot_slots(
     max_pages = max_blocks * layout.block_size // budget.page_size
     num_chosen = budget.num_chosen(max_pages)
     slot_bytes = layout.num_layers * budget.page_size * layout.token_bytes
+    index_bytes = (num_host_blocks + 1) * layout.page_index_bytes(budget)
+    free = device.free_memory_bytes() - index_bytes
     if config.decode_hot_cache_gb:
-        num_hot = min(int(config.decode_hot_cache_gb * _GIB) // slot_bytes, max_pages)
-    elif config.decode_hot_cache_gb is None and device.torch_device.type != "cpu":
-        num_hot = min(_HOT_STEPS * num_chosen, max_pages)
+        num_slots = int(config.decode_hot_cache_gb * _GIB) // slot_bytes
+        if num_slots < num_chosen:
+            raise CapacityError(
+                f"decode_hot_cache_gb={config.decode_hot_cache_gb} holds {num_slots} pages of each "
+                f"KV head, and a step attends to {num_chosen}, "
+                f"{num_chosen * slot_bytes / _GIB:.2f} GiB. Raise it, or lower decode_token_budget"
+            )
+        wanted = max_pages
     else:
-        num_hot = num_chosen
-    if num_hot < num_chosen:
-        raise CapacityError(
-            f"decode_hot_cache_gb={config.decode_hot_cache_gb} holds {num_hot} pages of each KV "
-            f"head, and a step attends to {num_chosen}, {num_chosen * slot_bytes / _GIB:.2f} GiB. "
-            "Raise it, or lower decode_token_budget"
+        num_slots = max(num_chosen, int(free * _HOT_SHARE) // slot_bytes)
+        on_cpu = device.torch_device.type == "cpu"
+        wanted = (
+            num_chosen if on_cpu or config.decode_hot_cache_gb == 0 else _HOT_STEPS * num_chosen
         )
-    index_bytes = num_host_blocks * layout.page_index_bytes(budget)
-    needed, free = num_hot * slot_bytes + index_bytes, device.free_memory_bytes()
+    num_rows = min(config.max_num_seqs, _MAX_ROWS, num_slots // num_chosen)
+    num_hot = min(num_slots // num_rows, wanted, max_pages)
+    tail_bytes = num_rows * layout.block_bytes
+    needed = num_rows * num_hot * slot_bytes + tail_bytes
     if needed > free:
         raise CapacityError(
-            f"the pages of decode need {needed / _GIB:.2f} GiB on {device.name}, "
+            f"the pages of decode need {(needed + index_bytes) / _GIB:.2f} GiB on {device.name}, "
             f"{index_bytes / _GIB:.2f} GiB of them for the index of {num_host_blocks} host blocks, "
-            f"and {free / _GIB:.2f} GiB are free. Lower decode_hot_cache_gb, decode_token_budget "
-            "or cpu_memory_gb"
+            f"and {(free + index_bytes) / _GIB:.2f} GiB are free. Lower decode_hot_cache_gb, "
+            "decode_token_budget or cpu_memory_gb"
         )
-    logger.info("decode: %d of %d pages of each KV head on the device", num_hot, max_pages)
-    return num_hot
+    logger.info(
+        "decode: %d sequences at once, %d of %d pages of each KV head on the device",
+        num_rows,
+        num_hot,
+        max_pages,
+    )
+    return num_rows, num_hot
 
 
 def plan_whole_prefill(

@@ -1,4 +1,4 @@
-"""Runs steps of one sequence whose KV cache is in host memory."""
+"""Runs steps of sequences whose KV cache is in host memory."""
 
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.device import Device
 from nanovllm.engine.page_decoder import PageDecoder
+from nanovllm.engine.rows import Rows
 from nanovllm.engine.runner import Runner
 from nanovllm.engine.scheduler import Step
 from nanovllm.engine.sequence import Sequence
@@ -20,11 +21,11 @@ from nanovllm.models.llama import LlamaForCausalLM
 
 
 class OffloadRunner(Runner):
-    """Computes a chunk of a sequence in each step, or many chunks, layer by layer.
+    """Computes a step's prefills one after the other, then its decodes.
 
-    A step of more tokens than a chunk holds is computed layer-major: all chunks of a layer before
-    the next layer, so that nothing that it computes is read back from the host. Chunk-major is a
-    prefill that takes several steps.
+    A prefill of more tokens than a chunk holds is computed layer-major: all chunks of a layer
+    before the next layer, so that nothing that it computes is read back from the host. Chunk-major
+    is a prefill that takes several steps.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class OffloadRunner(Runner):
         device: Device,
         chunk_tokens: int,
         decoder: PageDecoder | None,
+        num_rows: int,
         nvtx: bool,
     ) -> None:
         self._model = model
@@ -45,33 +47,52 @@ class OffloadRunner(Runner):
         self._device = device
         self._chunk_tokens = chunk_tokens
         self._decoder = decoder
+        self._rows = Rows(num_rows)
         self._nvtx = nvtx
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
-        is_prefill = not step.decodes
-        ((seq, num_tokens),) = step.prefills or [(step.decodes[0], 1)]
+        logits = []
+        self._engine.stats.phase = "prefill"
+        for seq, num_tokens in step.prefills:
+            row = self._rows.row_of(seq)
+            if self._decoder is not None:
+                self._decoder.forget(row)
+            is_sampled = num_tokens == seq.num_uncomputed_tokens
+            logits.append(self._run_chunks(seq, row, num_tokens, True, is_sampled))
+        if step.decodes:
+            self._engine.stats.phase = "decode"
+            logits.append(self._decode(step.decodes))
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _decode(self, seqs: Seq[Sequence]) -> torch.Tensor:
+        rows = {self._rows.row_of(seq): seq for seq in seqs}
+        if self._decoder is not None:
+            for seq in seqs:
+                self._engine.pool.reserve(seq.block_table[-1:])
+            return self._decoder.run(rows)
+        return torch.cat([self._run_chunks(seq, row, 1, False, True) for row, seq in rows.items()])
+
+    def _run_chunks(
+        self, seq: Sequence, row: int, num_tokens: int, is_prefill: bool, is_sampled: bool
+    ) -> torch.Tensor:
+        """Compute the next tokens of a sequence; return the logits of the last if it is sampled."""
         engine, device = self._engine, self._device
-        engine.stats.phase = "prefill" if is_prefill else "decode"
         start = seq.num_computed_tokens
         layout = engine.pool.layout
         first_block = start // layout.block_size
         engine.pool.reserve(
             seq.block_table[first_block : layout.num_blocks_for(start + num_tokens)]
         )
-        if self._decoder is not None:
-            if not is_prefill:
-                return self._decoder.run(seq)
-            self._decoder.forget()
         token_ids = device.upload(seq.token_ids[start : start + num_tokens], torch.int32)
         chunks = self._chunks(seq, num_tokens, is_prefill)
-        engine.begin_step(chunks[-1].num_buffer_tokens)
+        engine.begin_step(row, chunks[-1].num_buffer_tokens)
         steps = [self._attention_step(chunk) for chunk in chunks]
         # The residual stream of each chunk, [num_tokens, hidden_size].
         streams = [self._model.embed_tokens(ids) for ids in token_ids.split(self._chunk_tokens)]
         # Of the last layer's output only what is sampled is wanted.
         rows = [torch.empty(0, dtype=torch.int64, device=device.torch_device)] * len(chunks)
-        if step.sampled:
+        if is_sampled:
             rows[-1] = device.upload([chunks[-1].num_tokens - 1], torch.int64)
         last_layer = len(self._model.layers) - 1
         for layer_id, layer in enumerate(self._model.layers):

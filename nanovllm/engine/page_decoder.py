@@ -1,11 +1,13 @@
-"""Decodes a sequence whose KV cache is in host memory, page by page."""
+"""Decodes sequences whose KV cache is in host memory, page by page."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 import torch
 
 from nanovllm.device import Device
 from nanovllm.engine.decode_graph import DecodeGraph
 from nanovllm.engine.forward import forward
-from nanovllm.engine.scheduler import Step
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import StepInputs, build_step_inputs
 from nanovllm.kvcache.hot_pages import HotPages
@@ -40,38 +42,55 @@ class PageDecoder:
         self._device = device
         self._layout = engine.pool.layout
         self._max_blocks = self._layout.num_blocks_for(max_model_len)
-        self._graph: DecodeGraph | None = None
-        self._sequence: Sequence | None = None
+        self._graphs: list[DecodeGraph] = []
+        # Whose pages the rows have.
+        self._known: list[Sequence | None] = [None] * hot.num_rows
 
-    def capture_graph(self) -> None:
-        """Record the step. Before any sequence: what it computes overwrites the tail."""
-        self._graph = DecodeGraph(self._device, self._inputs(Step()), self._compute)
+    def capture_graphs(self) -> None:
+        """Record a step for each of a few numbers of rows, largest first."""
+        most = self._hot.num_rows
+        sizes = {most, *(1 << i for i in range(most.bit_length()))}
+        for size in sorted(sizes, reverse=True):
+            inputs = self._inputs([None] * size)
+            self._graphs.insert(0, DecodeGraph(self._device, inputs, self._compute))
 
-    def forget(self) -> None:
-        """Forget the sequence: its blocks may change, or another has the tail."""
-        self._sequence = None
+    def forget(self, row: int) -> None:
+        """Forget a row's sequence: its blocks may change, or another has the row."""
+        self._known[row] = None
 
-    def run(self, seq: Sequence) -> torch.Tensor:
-        """Compute a sequence's newest token and return its logits, `[1, vocab_size]`."""
-        self._learn_blocks(seq)
-        inputs = self._inputs(Step(decodes=[seq]))
-        if self._graph is not None:
-            logits = self._graph.run(inputs)
+    def run(self, rows: Mapping[int, Sequence]) -> torch.Tensor:
+        """Compute the newest token of the sequence in each row.
+
+        Returns:
+            Logits `[len(rows), vocab_size]`, in the order of `rows`.
+        """
+        for row, seq in rows.items():
+            self._learn_blocks(row, seq)
+        num_rows = max(rows) + 1
+        graph = next((graph for graph in self._graphs if graph.size >= num_rows), None)
+        size = num_rows if graph is None else graph.size
+        inputs = self._inputs([rows.get(row) for row in range(size)])
+        if graph is not None:
+            logits = graph.run(inputs)
         else:
             logits = self._compute(*inputs.split(self._device.upload(inputs.data, torch.int32)))
-        if seq.num_tokens % self._layout.block_size == 0:
-            self._engine.write_tails(seq.block_table[seq.num_tokens // self._layout.block_size - 1])
-        return logits
+        for row, seq in rows.items():
+            num_full, num_left = divmod(seq.num_tokens, self._layout.block_size)
+            if num_left == 0:
+                self._engine.write_tails(row, seq.block_table[num_full - 1])
+        if list(rows) == list(range(len(rows))):
+            return logits[: len(rows)]
+        return logits[self._device.upload(list(rows), torch.int64)]
 
-    def _learn_blocks(self, seq: Sequence) -> None:
+    def _learn_blocks(self, row: int, seq: Sequence) -> None:
         """Let the step read the sequence's full blocks in host memory."""
-        if seq is not self._sequence:
-            self._sequence = seq
-            self._hot.begin_sequence()
+        if seq is not self._known[row]:
+            self._known[row] = seq
+            self._hot.begin_sequence(row)
         blocks = seq.block_table[: seq.num_computed_tokens // self._layout.block_size]
-        num_known = self._hot.num_host_blocks
+        num_known = self._hot.num_host_blocks(row)
         if new := blocks[num_known:]:
-            self._hot.add_host_blocks(self._engine.pool, new)
+            self._hot.add_host_blocks(row, self._engine.pool, new)
         self._engine.let_read(blocks, num_known)
 
     def _compute(
@@ -80,20 +99,24 @@ class PageDecoder:
         token_ids, positions, slots = tokens
         self._hot.begin_step()
         cos, sin = self._rotary.angles(positions)
+        first_slots = self._hot.first_tail_slots[: len(slots)]
         step = HotAttention(
             hot=self._hot,
             attention=self._attention,
             block_tables=block_tables,
             context_lens=context_lens,
-            tail_slots=slots % self._layout.block_size,
+            tail_slots=first_slots + slots % self._layout.block_size,
             cache_slots=slots,
             cos=cos,
             sin=sin,
         )
         return forward(self._model, token_ids, step)
 
-    def _inputs(self, step: Step) -> StepInputs:
-        """Describe a step; one of no sequence as a token alone in a block."""
+    def _inputs(self, rows: Seq[Sequence | None]) -> StepInputs:
+        """Describe a step. A row of no sequence writes to the last place of its tail.
+
+        That is free in the tail of a sequence that is not in the step: it is not full.
+        """
         return build_step_inputs(
-            step, self._layout.block_size, self._max_blocks, scrap_block=0, pad_decodes_to=1
+            (), rows, self._layout.block_size, self._max_blocks, self._hot.scrap_block
         )

@@ -60,6 +60,7 @@ class Scheduler:
         max_num_batched_tokens: the budget of a step.
         max_whole_prefill_tokens: a prefill of up to so many tokens is one step, whatever the
             budget: the runner computes it layer-major.
+        takes_turns: whether a prefill is computed in chunks all the same while others decode.
         chunk_multiple: a chunk that is not a sequence's last ends at a multiple of so many tokens;
             no more than the budget.
     """
@@ -71,6 +72,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_whole_prefill_tokens: int = 0,
         chunk_multiple: int = 1,
+        takes_turns: bool = True,
     ) -> None:
         self.block_manager = block_manager
         self.num_preemptions = 0
@@ -78,6 +80,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_whole_prefill_tokens = max_whole_prefill_tokens
         self._chunk_multiple = chunk_multiple
+        self._takes_turns = takes_turns
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
@@ -162,7 +165,10 @@ class Scheduler:
 
     def _schedule_chunk(self, step: Step, seq: Sequence, budget: int) -> int:
         num_tokens = seq.num_uncomputed_tokens
-        if num_tokens > max(budget, self._max_whole_prefill_tokens):
+        # Where others decode, a long prefill takes its turn with them.
+        takes_turns = step.decodes and self._takes_turns
+        longest = 0 if takes_turns else self._max_whole_prefill_tokens
+        if num_tokens > max(budget, longest):
             stop = seq.num_computed_tokens + budget
             num_tokens = stop - stop % self._chunk_multiple - seq.num_computed_tokens
         if num_tokens <= 0:

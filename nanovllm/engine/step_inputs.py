@@ -1,12 +1,12 @@
 """The arrays that describe a step's tokens, built on the host."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.engine.scheduler import Step
 from nanovllm.engine.sequence import Sequence
 
 
@@ -38,36 +38,40 @@ class StepInputs:
 
 
 def build_step_inputs(
-    step: Step, block_size: int, max_blocks: int, scrap_block: int, pad_decodes_to: int = 0
+    prefills: Seq[tuple[Sequence, int]],
+    decodes: Seq[Sequence | None],
+    block_size: int,
+    max_blocks: int,
+    scrap_block: int,
 ) -> StepInputs:
     """Describe a step's tokens.
 
     Args:
-        step: what to compute.
+        prefills: as `Step.prefills`.
+        decodes: the sequence of each decoding row; None for one that only fills up a graph, whose
+            token goes to the last slot of the scrap block.
         block_size: tokens in a KV block.
         max_blocks: width of the block tables.
         scrap_block: the block that belongs to nobody.
-        pad_decodes_to: decoding rows to fill up to, with tokens that go to the scrap block.
     """
-    num_decodes = max(len(step.decodes), pad_decodes_to)
-    num_tokens = sum(n for _, n in step.prefills) + num_decodes
-    size = 3 * num_tokens + num_decodes * (1 + max_blocks)
+    num_tokens = sum(n for _, n in prefills) + len(decodes)
+    size = 3 * num_tokens + len(decodes) * (1 + max_blocks)
     data = np.zeros(size, dtype=np.int32)
-    inputs = StepInputs(data, num_tokens, num_decodes, max_blocks)
+    inputs = StepInputs(data, num_tokens, len(decodes), max_blocks)
     tokens, lens, tables = inputs.split(data)
     start = 0
-    for seq, count in step.prefills:
+    for seq, count in prefills:
         _fill(tokens[:, start : start + count], seq, block_size)
         start += count
-    for row, seq in enumerate(step.decodes):
-        _fill(tokens[:, start + row : start + row + 1], seq, block_size)
-        lens[row] = seq.num_tokens
-        tables[row, : len(seq.block_table)] = seq.block_table
-    # A padding row attends to one token, its own, in the scrap block.
-    padding = start + len(step.decodes)
-    tokens[2, padding:] = scrap_block * block_size
-    lens[len(step.decodes) :] = 1
-    tables[len(step.decodes) :, 0] = scrap_block
+    for row, decoding in enumerate(decodes):
+        if decoding is None:
+            tokens[2, start + row] = (scrap_block + 1) * block_size - 1
+            lens[row] = 1  # it attends to one token of the scrap block
+            tables[row, 0] = scrap_block
+            continue
+        _fill(tokens[:, start + row : start + row + 1], decoding, block_size)
+        lens[row] = decoding.num_tokens
+        tables[row, : len(decoding.block_table)] = decoding.block_table
     return inputs
 
 

@@ -20,13 +20,13 @@ from nanovllm.ops.pages import top_pages
 
 
 class HotPages:
-    """Device memory for some pages of one sequence, and where the others lie.
+    """Device memory for some pages of a few sequences, and where the others lie.
 
-    Every layer and KV head has slots of its own, each for one page of one head: hot slots, which
-    pages from host memory pass through, least recently used first; and slots for the tail, the
-    sequence's unfinished block, which is on the device only. The host reads nothing of this: what
-    is here, what has to be fetched and where it goes is decided by kernels, so that a step can be
-    a CUDA graph.
+    A sequence that runs has a row. Every row, layer and KV head has slots of its own, each for one
+    page of one head: hot slots, which pages from host memory pass through, least recently used
+    first; and slots for the tail, the sequence's unfinished block, which is on the device only. The
+    host reads nothing of this: what is here, what has to be fetched and where it goes is decided by
+    kernels, so that a step can be a CUDA graph.
 
     Args:
         device: the device.
@@ -34,7 +34,8 @@ class HotPages:
         num_host_blocks: KV blocks that host memory may hold.
         max_blocks: most KV blocks of a sequence.
         pages: how a context is divided into pages.
-        num_hot: hot slots of each layer and KV head; at least the pages of a step.
+        num_rows: sequences that may run at once.
+        num_hot: hot slots of each row, layer and KV head; at least the pages of a step.
         keeps: whether pages stay from one step to the next.
     """
 
@@ -45,6 +46,7 @@ class HotPages:
         num_host_blocks: int,
         max_blocks: int,
         pages: PageBudget,
+        num_rows: int,
         num_hot: int,
         keeps: bool = True,
     ) -> None:
@@ -55,42 +57,54 @@ class HotPages:
         self._keeps = keeps
         place = device.torch_device
         num_tail = layout.block_size // page_size
-        shape = (2, 1, layout.num_layers, layout.num_kv_heads, num_hot + num_tail, page_size)
-        data = torch.empty((*shape, layout.head_dim), dtype=layout.dtype, device=place)
+        rows = num_rows, layout.num_layers, layout.num_kv_heads
+        shape = (2, *rows, num_hot + num_tail, page_size, layout.head_dim)
+        data = torch.empty(shape, dtype=layout.dtype, device=place)
         # A slot holds one head, and every head finds its own there.
         self.keys, self.values = (
             x.flatten(0, 3)[:, :, None].expand(-1, -1, layout.num_kv_heads, -1) for x in data
         )
-        self.tails = data[:, 0, :, :, num_hot:].flatten(3, 4).transpose(2, 3)
-        """Keys and values of the unfinished block of every layer,
-        `[2, num_layers, block_size, num_kv_heads, head_dim]`."""
-        index = layout.empty_page_index(num_host_blocks, pages, place)
+        self.tails = data[:, :, :, :, num_hot:].flatten(4, 5).transpose(3, 4)
+        """Keys and values of the unfinished block of every row and layer,
+        `[2, num_rows, num_layers, block_size, num_kv_heads, head_dim]`."""
+        self.first_tail_slots = torch.arange(
+            0, num_rows * layout.block_size, layout.block_size, dtype=torch.int32, device=place
+        )
+        """Where each row's tail begins, as a layer's tails are a cache of `num_rows` blocks."""
+        self.scrap_block = num_host_blocks
+        """A block that lies nowhere, for rows of no sequence: only its index is there."""
+        index = layout.empty_page_index(num_host_blocks + 1, pages, place)
         self.index = index.layers()
         """Of each layer, what is known of the keys of all pages that host memory may hold."""
-        self.state = HotState.empty(
-            1, layout.num_layers, layout.num_kv_heads, num_hot, max_blocks * num_tail, place
-        )
+        self.state = HotState.empty(*rows, num_hot, max_blocks * num_tail, place)
         self._state_ahead = replace(self.state, counts=torch.zeros_like(self.state.counts))
         self._stream = device.new_stream("fetch")
         self._guess: torch.Tensor | None = None
         self.clock = torch.zeros(1, dtype=torch.int32, device=place)
         """The number of the step."""
         self._addresses = torch.zeros(
-            layout.num_layers, 1, max_blocks, dtype=torch.int64, device=place
+            layout.num_layers, num_rows, max_blocks, dtype=torch.int64, device=place
         )
-        self._blocks: list[list[torch.Tensor]] = [[] for _ in range(layout.num_layers)]
+        # Of each layer and row.
+        self._blocks: list[list[list[torch.Tensor]]] = [
+            [[] for _ in range(num_rows)] for _ in range(layout.num_layers)
+        ]
         self.num_bytes = data.nbytes - self.tails.nbytes + index.num_bytes
 
     @property
-    def num_host_blocks(self) -> int:
-        """How many of the sequence's blocks are known to lie in host memory."""
-        return len(self._blocks[0])
+    def num_rows(self) -> int:
+        """How many sequences may run at once."""
+        return len(self.first_tail_slots)
 
-    def begin_sequence(self) -> None:
-        """Forget the pages of another sequence, or of this one in other blocks."""
-        self.state.forget()
-        for blocks in self._blocks:
-            blocks.clear()
+    def num_host_blocks(self, row: int) -> int:
+        """Return how many of a sequence's blocks are known to lie in host memory."""
+        return len(self._blocks[0][row])
+
+    def begin_sequence(self, row: int) -> None:
+        """Forget a row's pages: those of another sequence, or of this one in other blocks."""
+        self.state.forget(slice(row, row + 1))
+        for rows in self._blocks:
+            rows[row].clear()
 
     def begin_step(self) -> None:
         """Let the pages of the steps before be older than those of the next."""
@@ -98,20 +112,22 @@ class HotPages:
         if not self._keeps:
             self.state.forget()
 
-    def add_host_blocks(self, pool: HostPool, block_ids: Seq[int]) -> None:
-        """Say where the next of the sequence's blocks lie in host memory.
+    def add_host_blocks(self, row: int, pool: HostPool, block_ids: Seq[int]) -> None:
+        """Say where the next of a sequence's blocks lie in host memory.
 
         Waits for memory that is still being made.
 
         Args:
+            row: the sequence's.
             pool: the host's blocks.
             block_ids: the blocks after those that are known, in the order of the sequence.
 
         Raises:
             CapacityError: some host memory is not pinned, where no kernel can read it.
         """
-        first = self.num_host_blocks
-        for layer_id, blocks in enumerate(self._blocks):
+        first = self.num_host_blocks(row)
+        of_layers = [rows[row] for rows in self._blocks]
+        for layer_id, blocks in enumerate(of_layers):
             blocks += [pool.blocks(layer_id, block_id)[0] for block_id in block_ids]
         if not pool.all_pinned:
             raise CapacityError(
@@ -119,8 +135,8 @@ class HotPages:
                 "of it. Raise the limit of locked memory (ulimit -l), lower cpu_memory_gb, or "
                 "decode densely"
             )
-        places = [[block.data_ptr() for block in blocks[first:]] for blocks in self._blocks]
-        target = self._addresses[:, 0, first : first + len(block_ids)]
+        places = [[block.data_ptr() for block in blocks[first:]] for blocks in of_layers]
+        target = self._addresses[:, row, first : first + len(block_ids)]
         target.copy_(self._device.upload(places, torch.int64))
 
     def note(
@@ -172,7 +188,7 @@ class HotPages:
 
     def host_blocks(self, layer_id: int) -> HostBlocks:
         """Return where a layer's blocks lie."""
-        return HostBlocks(self._addresses[layer_id], [self._blocks[layer_id]])
+        return HostBlocks(self._addresses[layer_id], self._blocks[layer_id])
 
     def touch_slots(self, layer_id: int) -> None:
         """Say that kernels launched next use a layer's slots, see `Device.touch`."""

@@ -1,7 +1,7 @@
 """Moves KV blocks between host memory and the device: the ring of slots, its streams and events.
 
-All kernels run on `compute_stream`, which the engine's step makes current; other streams only copy.
-Which waits that takes is told in docs/offload.md.
+All kernels run on `compute_stream`, which the engine's step makes current; other streams only copy,
+but for pages that `HotPages` fetches ahead. Which waits that takes is told in docs/offload.md.
 """
 
 from collections import deque
@@ -119,8 +119,9 @@ class OffloadEngine:
         """Give host memory back. Waits for copies in flight."""
         self.pool.close()
 
-    def begin_step(self, num_buffer_tokens: int) -> None:
-        """Let the prefill buffer have room for a step's tokens, and forget what was gathered."""
+    def begin_step(self, row: int, num_buffer_tokens: int) -> None:
+        """Make ready for a sequence's tokens: its tail, and room for them in the prefill buffer."""
+        self.recent.row = row
         self.recent.reserve(num_buffer_tokens)
         self._gathered_layer = None
 
@@ -240,9 +241,10 @@ class OffloadEngine:
         )
         self._writer.write(layer_id, block_ids, keys[tokens], values[tokens])
 
-    def write_tails(self, block_id: int) -> None:
-        """Write every layer's tail, a full block, to host memory. Does not wait for the device."""
+    def write_tails(self, row: int, block_id: int) -> None:
+        """Write a row's tails, a full block, to host memory. Does not wait for the device."""
         self.drop_loads()
+        self.recent.row = row
         for layer_id in range(self.pool.layout.num_layers):
             keys, values = self.get_prefill_buffer_slice(layer_id, self._block_size)
             self._writer.write(layer_id, [block_id], keys, values)
@@ -257,7 +259,6 @@ class OffloadEngine:
         for layer_id in range(self.pool.layout.num_layers):
             for block_id in block_ids[num_known:]:
                 self._wait(self._writer.host_ready(layer_id, block_id))
-            # A loop for nothing, at every step, where order is not checked.
             for block_id in block_ids if self.device.checks_order else ():
                 self.device.touch(reads=Span(("host", layer_id), block_id, 1))
 

@@ -9,9 +9,9 @@ from nanovllm.kvcache.resident import LayerKV
 
 
 class RecentKV:
-    """A tail block for each layer, and one prefill buffer that all layers use in turn.
+    """A tail block for each layer and sequence, and one prefill buffer that all use in turn.
 
-    The tail holds the sequence's last block while it is not full. A chunk that fits into it is
+    The tail holds a sequence's last block while it is not full. A chunk that fits into it is
     stored there; a longer one is stored in the prefill buffer, behind a copy of the tail, and what
     it leaves of an unfinished block becomes the tail. Before that the buffer may hold blocks that
     were gathered from host memory. Both are token-major, as attention reads.
@@ -20,7 +20,10 @@ class RecentKV:
     def __init__(self, device: Device, layout: KVLayout, tails: torch.Tensor | None = None) -> None:
         self._layout = layout
         self._device = device.torch_device
-        self._tails = self._empty(layout.num_layers) if tails is None else tails
+        # [2, num_rows, num_layers, block_size, num_kv_heads, head_dim]
+        self._tails = self._empty(layout.num_layers)[:, None] if tails is None else tails
+        self.row = 0
+        """Whose tail is meant: the row of the sequence that is computed."""
         self._buffer = self._empty(0)
 
     @property
@@ -38,7 +41,7 @@ class RecentKV:
     def storage(self, layer_id: int, num_tokens: int) -> LayerKV:
         """Return where a layer's part on the device lies, if it has `num_tokens` tokens."""
         if num_tokens <= self._layout.block_size:
-            keys, values = self._tails[:, layer_id : layer_id + 1]
+            keys, values = self._tails[:, self.row, layer_id : layer_id + 1]
         else:
             keys, values = self._buffer
         return LayerKV(keys, values)

@@ -161,20 +161,20 @@ class OffloadedAttention(AttentionStep):
 
 @dataclass(frozen=True, slots=True)
 class HotAttention(AttentionStep):
-    """A decode step that reads chosen pages of a KV cache in host memory."""
+    """A decode step that reads chosen pages of a KV cache in host memory: its first rows."""
 
     hot: HotPages
     attention: Attention
     block_tables: torch.Tensor
-    """int32 `[1, max_blocks]`."""
+    """int32 `[num_rows, max_blocks]`."""
     context_lens: torch.Tensor
-    """int32 `[1]`, the new token included."""
+    """int32 `[num_rows]`, the new token included."""
     tail_slots: torch.Tensor
-    """int32 `[1]`: the token's place in its sequence's unfinished block."""
+    """int32 `[num_rows]`: each token's place among the unfinished blocks of a layer."""
     cache_slots: torch.Tensor
-    """int32 `[1]`: its slot among all host blocks."""
+    """int32 `[num_rows]`: its slot among all host blocks."""
     cos: torch.Tensor
-    """fp32 `[1, head_dim / 2]`: rotary angles."""
+    """fp32 `[num_rows, head_dim / 2]`: rotary angles."""
     sin: torch.Tensor
 
     @property
@@ -202,6 +202,6 @@ class HotAttention(AttentionStep):
         self, layer_id: int, heads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the queries, and the keys of the layer's tail."""
-        keys, values = self.hot.tails[:, layer_id : layer_id + 1]
+        keys, values = self.hot.tails[:, :, layer_id]
         query = rotate_and_store(heads, keys, values, self.tail_slots, self.cos, self.sin)
         return query, keys

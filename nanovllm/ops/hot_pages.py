@@ -51,11 +51,11 @@ class HotState:
             counts=torch.zeros(2, dtype=torch.int64, device=device),
         )
 
-    def forget(self) -> None:
-        """Empty all hot slots; the counts go on. Does not synchronise."""
-        self.slot_of_page.fill_(-1)
-        self.page_of_slot.fill_(-1)
-        self.last_used.zero_()
+    def forget(self, seqs: slice = slice(None)) -> None:
+        """Empty the hot slots of some sequences; the counts go on. Does not synchronise."""
+        self.slot_of_page[seqs].fill_(-1)
+        self.page_of_slot[seqs].fill_(-1)
+        self.last_used[seqs].zero_()
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,14 @@ from nanovllm import CapacityError, ConfigError, SamplingParams
 from nanovllm.config import Config
 from nanovllm.device import HostMemory
 from nanovllm.engine import loading, offload_plan
-from nanovllm.engine.offload_plan import OffloadPlan, plan_offload, plan_whole_prefill
+from nanovllm.engine.offload_plan import (
+    OffloadPlan,
+    plan_hot_slots,
+    plan_offload,
+    plan_whole_prefill,
+)
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.page_budget import PageBudget
 
 Tiny = Callable[..., Path]
 
@@ -330,3 +336,41 @@ def test_one_chunk_needs_no_order(tiny: Tiny) -> None:
         _, counts = steps_of(llm, [prompt_of(700)], 1)
         assert prefill_bytes_read(llm) == 0
     assert counts == [(700, 0)]
+
+
+# Rows and hot slots of decode that chooses pages: 8 MiB for 64 tokens of all layers and heads.
+
+BUDGET = PageBudget(page_size=64, num_pages=64, num_recent=4)
+
+
+def plan_pages(device: FakeDevice, **options: Any) -> tuple[int, int]:
+    config = Config(model="demo", enable_offload=True, decode_policy="QUEST", **options)
+    return plan_hot_slots(config, device, LAYOUT, BUDGET, max_blocks=128, num_host_blocks=512)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "plan"),
+    [
+        (FakeDevice(), {"max_num_seqs": 1}, (1, 256)),
+        (FakeDevice(free=120 * GIB), {}, (8, 256)),
+        # 512 blocks have an index of 5.0 GiB; a quarter of the rest is 1,759 slots.
+        (FakeDevice(), {}, (8, 219)),
+        (FakeDevice(free=12 * GIB), {}, (3, 74)),
+        (FakeDevice(), {"decode_hot_cache_gb": 0}, (8, 64)),
+        (FakeDevice(), {"decode_hot_cache_gb": 1}, (2, 64)),
+        (FakeDevice(), {"decode_hot_cache_gb": 4, "max_num_seqs": 2}, (2, 256)),
+        (FakeDevice(free=120 * GIB), {"decode_hot_cache_gb": 64, "max_num_seqs": 1}, (1, 2048)),
+        (FakeDevice(kind="cpu"), {}, (8, 64)),
+    ],
+)
+def test_pages_on_the_device(
+    device: FakeDevice, options: dict[str, Any], plan: tuple[int, int]
+) -> None:
+    assert plan_pages(device, **options) == plan
+
+
+def test_pages_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(CapacityError, match=r"index of 512 host blocks.*decode_token_budget"):
+        plan_pages(FakeDevice(free=5 * GIB))
+    with pytest.raises(CapacityError, match=r"decode_hot_cache_gb=0.4 .* 0.50 GiB"):
+        plan_pages(FakeDevice(), decode_hot_cache_gb=0.4)

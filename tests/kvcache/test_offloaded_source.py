@@ -87,7 +87,7 @@ class Prompt:
     def run(self, use):
         """Store all chunks in the order of the steps and `use(layer_id, chunk)` each."""
         for chunks in self.steps:
-            self.engine.begin_step(chunks[-1].num_buffer_tokens)
+            self.engine.begin_step(0, chunks[-1].num_buffer_tokens)
             if chunks[-1].num_buffer_tokens > BLOCK:
                 # Of what a step before has left in the buffer nothing may be used.
                 self.engine.recent._buffer.fill_(float("nan"))

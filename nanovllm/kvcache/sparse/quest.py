@@ -49,7 +49,7 @@ class QuestPolicy(SparsePolicy):
         page_size: int = 64,
         num_dense_tokens: int = 0,
         estimator: PageEstimator = "codes",
-        prefetch: float = 0.25,
+        prefetch: float = 0.0,
     ) -> None:
         if estimator not in get_args(PageEstimator):
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Moves KV blocks between host memory and the device: the ring of slots, its streams and events.
 
-All kernels run on `compute_stream`, which the engine's step makes current; other streams only copy,
-but for pages that `HotPages` fetches ahead. Which waits that takes is told in docs/offload.md.
+Kernels run on `compute_stream`, current for a step, but for those that fetch pages ahead; other
+streams only copy. Which waits that takes is told in docs/offload.md.
 """
 
 from collections import deque
@@ -253,8 +253,7 @@ class OffloadEngine:
         """Let kernels launched after this read blocks in host memory, in every layer.
 
         Args:
-            block_ids: a sequence's blocks, in order.
-            num_known: how many of the first ones were read before.
+            block_ids: a sequence's blocks, in order; the first `num_known` were read before.
         """
         for layer_id in range(self.pool.layout.num_layers):
             for block_id in block_ids[num_known:]:

@@ -18,7 +18,7 @@ import re
 import statistics
 import time
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class PlannedPages(QuestPolicy):
         num_pages = scores.shape[3]
         if self._orders is None or self._orders[0].shape[3] != num_pages:
             # For all queries of a KV head the same.
-            true, other = torch.rand(2, *scores[:, :, :1].shape, device=scores.device)
+            true, other = torch.rand(2, *scores[:1, :, :1].shape, device=scores.device)
             self._orders = true.argsort(-1).float(), other.argsort(-1).float()
         order, other = self._orders
         step = layer.context_lens[:, None, None, None]
@@ -77,7 +77,10 @@ class PlannedPages(QuestPolicy):
 
 def main() -> None:
     args = _parse_args()
-    host = {"enable_offload": True, "num_kvcache_blocks": -(-max(args.lengths) // 1024) + 1}
+    host = {
+        "enable_offload": True,
+        "num_kvcache_blocks": args.num_seqs * (-(-max(args.lengths) // 1024) + 1),
+    }
     cases: dict[str, dict[str, Any]] = {
         "dense, on the device": {"num_kvcache_blocks": -(-max(args.lengths) // 256) + 4},
         "dense, in host memory": host,
@@ -120,7 +123,7 @@ def _time_case(
         load_format=load_format,
         dtype="bfloat16",
         max_model_len=max(args.lengths) + 1024,
-        max_num_seqs=1,
+        max_num_seqs=args.num_seqs,
         enable_prefix_caching=False,
         sparse_policy=STREAMING,
         **options,
@@ -130,12 +133,13 @@ def _time_case(
             vocab_size = llm.engine.model_config.vocab_size
             # Room for the tokens that are generated, inside the last block.
             size = length - args.decode_tokens - 8
-            prompt = torch.randint(vocab_size, (size,), generator=generator).tolist()
-            samples, stats = _decode_ms(llm, prompt, args.decode_tokens)
+            shape = args.num_seqs, size
+            prompts = torch.randint(vocab_size, shape, generator=generator).tolist()
+            samples, stats = _decode_ms(llm, prompts, args.decode_tokens)
             medians[length][name] = statistics.median(samples)
             pages = stats.get("pages", {})
             print(
-                f"{length:7} {name:44} {medians[length][name]:9.2f} ms a token ({min(samples):.2f} "
+                f"{length:7} {name:44} {medians[length][name]:9.2f} ms a step ({min(samples):.2f} "
                 f"to {max(samples):.2f}, n = {len(samples)}); KV on the device "
                 f"{stats['kv_device_bytes'] / GIB:.2f} GiB, peak "
                 f"{stats['peak_device_bytes'] / GIB:.1f} GiB; "
@@ -145,15 +149,22 @@ def _time_case(
             write_record(args.json, machine_facts(llm) | {"model": args.model} | record)
 
 
-def _decode_ms(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[list[float], dict[str, Any]]:
-    """Return the time of each step but the first few, and what was counted in them."""
+def _decode_ms(
+    llm: LLM, prompts: list[list[int]], num_tokens: int
+) -> tuple[list[float], dict[str, Any]]:
+    """Return the time of each step that decodes all but the first few, and what they counted."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens + 4, ignore_eos=True)
-    times = []
-    for _ in llm.stream([prompt], params):
-        times.append(time.perf_counter())
-        if len(times) == 4:
-            llm.reset_stats()
-    return [round((b - a) * 1e3, 3) for a, b in pairwise(times[4:])], llm.stats()
+    for prompt in prompts:
+        llm.engine.add_request(prompt, params)
+    times: list[float] = []
+    while llm.engine.has_unfinished():
+        start = time.perf_counter()
+        step = llm.engine.step()
+        if len(step.decodes) == len(prompts):
+            times.append(time.perf_counter() - start)
+            if len(times) == 3:
+                llm.reset_stats()
+    return [round(seconds * 1e3, 3) for seconds in times[3:]], llm.stats()
 
 
 def _parse_args() -> argparse.Namespace:
@@ -165,8 +176,9 @@ def _parse_args() -> argparse.Namespace:
     add("--lengths", type=int, nargs="+", default=[131072, 65536])
     add("--budgets", type=int, nargs="+", default=[4096, 2048])
     add("--estimators", nargs="+", default=["codes"], help="codes, bounds")
-    add("--prefetch", type=float, nargs="+", default=[0.25], help="see decode_prefetch")
+    add("--prefetch", type=float, nargs="+", default=[0.0], help="see decode_prefetch")
     add("--foresight", type=float, default=0.78, help="share of guessed pages that are wanted")
+    add("--num-seqs", type=int, default=1, help="requests that decode together, with QUEST only")
     add("--reuse", type=float, help="share of a step's pages that the step before used too")
     add("--cases", help="run those whose name this regular expression finds")
     add("--decode-tokens", type=int, default=32)

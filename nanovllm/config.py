@@ -126,10 +126,10 @@ class Config:
     """With decode_policy=QUEST, by what pages are chosen. `codes`: their attention mass, by keys in
     2 bits a channel, which take another 1/16 of the cache's bytes. `bounds`: Quest's bound of their
     logits, by the least and the greatest value of each channel."""
-    decode_prefetch: float | None = None
+    decode_prefetch: float = 0.0
     """With decode_policy=QUEST and offload, the share of the budget that is fetched while the MLP
-    before a layer is computed, by what its query would be without that MLP; in [0, 1]. None: 0.25,
-    on a CPU 0."""
+    before a layer is computed, by what its query would be without that MLP; in [0, 1]. On an H200
+    the second choice of pages costs more than that hides."""
     decode_hot_cache_gb: float | None = None
     """With decode_policy=QUEST and offload, GiB of device memory for pages that recent steps used,
     shared out among the requests that may run at once; 0 keeps none from step to step. None: four
@@ -255,8 +255,7 @@ class Config:
         if self.sparse_topk_blocks is not None:
             _at_least_one("sparse_topk_blocks", self.sparse_topk_blocks)
         _at_least("sparse_threshold_blocks", self.sparse_threshold_blocks, 0)
-        if self.decode_prefetch is not None:
-            _number("decode_prefetch", self.decode_prefetch)
+        _number("decode_prefetch", self.decode_prefetch)
         _gib("decode_hot_cache_gb", self.decode_hot_cache_gb)
         is_quest = self.decode_policy is SparsePolicyType.QUEST
         if not is_quest:

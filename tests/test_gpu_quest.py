@@ -19,6 +19,7 @@ OFFLOADED = {
     "eager": {"enforce_eager": True},
     "small blocks": {"kvcache_block_size": 128},
     "nothing kept": {"decode_hot_cache_gb": 0},
+    "fetched ahead": {"decode_prefetch": 0.25},
 }
 
 
@@ -58,16 +59,23 @@ def test_the_same_answers_from_host_memory(mode, checked, monkeypatch):
     with open_offloaded("bfloat16", **sparse() | OFFLOADED[mode]) as llm:
         outputs = generate_alone(llm)
         pages = llm.stats()["pages"]
-    if mode in ("layer-major", "nothing kept"):  # whose prefill is the resident one, bit for bit
+    if mode in (
+        "layer-major",
+        "nothing kept",
+        "fetched ahead",
+    ):  # whose prefill is the resident one, bit for bit
         assert_equal(outputs, resident(512))
     for output, other in zip(outputs, resident(512), strict=True):
         assert output.token_ids[0] == other.token_ids[0]
     assert (pages["hit_rate"] > 0.5) == (mode != "nothing kept")
 
 
-def test_many_at_once():
+@pytest.mark.parametrize("in_host_memory", [False, True])
+def test_many_at_once(in_host_memory):
     """Beside each other in one graph, each as alone but for the rounding of products."""
-    with open_llm("bfloat16", num_kvcache_blocks=64, **sparse()) as llm:
+    open_one = open_offloaded if in_host_memory else open_llm
+    sizes = {} if in_host_memory else {"num_kvcache_blocks": 64}
+    with open_one("bfloat16", **sizes, **sparse()) as llm:
         outputs = generate(llm, [prompts()[2]] * 3, 40)
     for output in outputs:
         row = resident(512)[2].logprobs[1]

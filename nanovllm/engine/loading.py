@@ -1,7 +1,7 @@
 """From a model directory to a runner: device, weights, memory plan, cache, in that order."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -30,7 +30,7 @@ from nanovllm.kvcache.hot_pages import HotPages
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.resident import ResidentKVCache
-from nanovllm.kvcache.sparse.registry import SparsePolicyType, create_policies
+from nanovllm.kvcache.sparse.registry import create_policies
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.log import get_logger
@@ -144,9 +144,6 @@ def _attention(config: Config, device: Device, dtype: torch.dtype, head_dim: int
         ConfigError: a policy lacks its phase, or blocks or chunks do not hold whole tiles.
         BackendUnavailableError: the named backend cannot run here, or not what the policy needs.
     """
-    if config.decode_policy is SparsePolicyType.QUEST and config.decode_prefetch is None:
-        computes_in_host_memory = device.torch_device.type == "cpu"
-        config = replace(config, decode_prefetch=0.0 if computes_in_host_memory else 0.25)
     prefill, decode = create_policies(config)
     if decode.pages is not None and config.block_size % decode.pages.page_size:
         raise ConfigError(

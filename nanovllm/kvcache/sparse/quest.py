@@ -78,7 +78,7 @@ class QuestPolicy(SparsePolicy):
             page_size=config.decode_page_size,
             num_dense_tokens=config.sparse_threshold_blocks * config.block_size,
             estimator=config.decode_estimator,
-            prefetch=config.decode_prefetch or 0.0,
+            prefetch=config.decode_prefetch,
         )
 
     def select_blocks(

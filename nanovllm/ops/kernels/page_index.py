@@ -191,8 +191,8 @@ def _score_codes_kernel(
     if first_page * PAGE_SIZE < length:
         dims = tl.arange(0, DIM_PAD)
         tokens = tl.arange(0, PAGE_SIZE)
-        words = tl.arange(0, DIM_PAD // CODES_PER_WORD)
-        shifts = 2 * tl.arange(0, CODES_PER_WORD)
+        words = dims // CODES_PER_WORD
+        shifts = 2 * (dims % CODES_PER_WORD)
         num_words: tl.constexpr = (DIM + CODES_PER_WORD - 1) // CODES_PER_WORD
         q = tl.load(
             q_ptr + seq * q_stride + (head * GROUP + rows)[:, None] * q_head_stride + dims[None, :],
@@ -210,13 +210,13 @@ def _score_codes_kernel(
             own_bounds = bounds_ptr + place * (2 * DIM) + dims
             low = tl.load(own_bounds, mask=dims < DIM, other=0.0).to(tl.float32)
             high = tl.load(own_bounds + DIM, mask=dims < DIM, other=0.0).to(tl.float32)
+            # Every channel loads the word that it is in: the same for 16 of them, so from L1.
             packed = tl.load(
                 code_ptr + (place * PAGE_SIZE + tokens)[:, None] * num_words + words[None, :],
-                mask=(words < num_words)[None, :],
+                mask=(dims < DIM)[None, :],
                 other=0,
             )
-            codes = (packed[:, :, None] >> shifts[None, None, :]) & 3
-            codes = tl.reshape(codes, (PAGE_SIZE, DIM_PAD)).to(dtype)
+            codes = ((packed >> shifts[None, :]) & 3).to(dtype)
             # A key is the middle of its quarters: q * (low + step / 2) + (q * step) * code
             step = (high - low) * 0.25
             logits = tl.dot((q * step[None, :]).to(dtype), tl.trans(codes), input_precision="ieee")

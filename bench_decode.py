@@ -153,18 +153,21 @@ def _decode_ms(
     llm: LLM, prompts: list[list[int]], num_tokens: int
 ) -> tuple[list[float], dict[str, Any]]:
     """Return the time of each step that decodes all but the first few, and what they counted."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens + 4, ignore_eos=True)
-    for prompt in prompts:
-        llm.engine.add_request(prompt, params)
+    # The first to be ready go on while the others' prompts are computed.
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
     times: list[float] = []
-    while llm.engine.has_unfinished():
+    while llm.engine.has_unfinished() and len(times) < num_tokens + 3:
         start = time.perf_counter()
         step = llm.engine.step()
         if len(step.decodes) == len(prompts):
             times.append(time.perf_counter() - start)
             if len(times) == 3:
                 llm.reset_stats()
-    return [round(seconds * 1e3, 3) for seconds in times[3:]], llm.stats()
+    stats = llm.stats()
+    for request in requests:
+        llm.engine.abort(request)
+    return [round(seconds * 1e3, 3) for seconds in times[3:]], stats
 
 
 def _parse_args() -> argparse.Namespace:

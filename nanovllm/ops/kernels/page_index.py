@@ -7,7 +7,6 @@ import triton.language as tl
 from nanovllm.ops.page_index import CODES_PER_WORD, PageIndex
 
 _PAGES_PER_PROGRAM = 32  # whose bounds a program holds in registers
-_TOKENS_PER_PROGRAM = 256  # whose codes a program goes through, page by page
 
 
 @triton.jit
@@ -179,60 +178,48 @@ def _score_codes_kernel(
     DIM_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGES_PER_BLOCK: tl.constexpr,
-    PAGES: tl.constexpr,
     CODES_PER_WORD: tl.constexpr,
 ):
-    first_page = tl.program_id(0) * PAGES
+    page = tl.program_id(0)
     head = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
     length = tl.load(length_ptr + seq * length_stride)
     rows = tl.arange(0, ROWS)
-    target = score_ptr + ((seq * NUM_KV_HEADS + head) * GROUP + rows) * max_pages
-    if first_page * PAGE_SIZE < length:
+    target = score_ptr + ((seq * NUM_KV_HEADS + head) * GROUP + rows) * max_pages + page
+    if page * PAGE_SIZE < length:
         dims = tl.arange(0, DIM_PAD)
         tokens = tl.arange(0, PAGE_SIZE)
-        words = dims // CODES_PER_WORD
-        shifts = 2 * (dims % CODES_PER_WORD)
         num_words: tl.constexpr = (DIM + CODES_PER_WORD - 1) // CODES_PER_WORD
+        block = tl.load(table_ptr + seq * table_stride + page // PAGES_PER_BLOCK).to(tl.int64)
+        place = (block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK) * NUM_KV_HEADS + head
+        # Every channel loads the word that it is in: the same for 16 of them, so from L1.
+        words = code_ptr + (place * PAGE_SIZE + tokens)[:, None] * num_words
+        packed = tl.load(
+            words + (dims // CODES_PER_WORD)[None, :], mask=(dims < DIM)[None, :], other=0
+        )
         q = tl.load(
             q_ptr + seq * q_stride + (head * GROUP + rows)[:, None] * q_head_stride + dims[None, :],
             mask=(rows < GROUP)[:, None] & (dims < DIM)[None, :],
             other=0.0,
         )
-        dtype = q.dtype
-        q = q.to(tl.float32) * scale_log2
-        for i in range(PAGES):
-            page = first_page + i
-            # Behind the context's end the last page is read once more, and hidden.
-            seen = tl.minimum(page, (length - 1) // PAGE_SIZE)
-            block = tl.load(table_ptr + seq * table_stride + seen // PAGES_PER_BLOCK).to(tl.int64)
-            place = (block * PAGES_PER_BLOCK + seen % PAGES_PER_BLOCK) * NUM_KV_HEADS + head
-            own_bounds = bounds_ptr + place * (2 * DIM) + dims
-            low = tl.load(own_bounds, mask=dims < DIM, other=0.0).to(tl.float32)
-            high = tl.load(own_bounds + DIM, mask=dims < DIM, other=0.0).to(tl.float32)
-            # Every channel loads the word that it is in: the same for 16 of them, so from L1.
-            packed = tl.load(
-                code_ptr + (place * PAGE_SIZE + tokens)[:, None] * num_words + words[None, :],
-                mask=(dims < DIM)[None, :],
-                other=0,
-            )
-            codes = ((packed >> shifts[None, :]) & 3).to(dtype)
-            # A key is the middle of its quarters: q * (low + step / 2) + (q * step) * code
-            step = (high - low) * 0.25
-            logits = tl.dot((q * step[None, :]).to(dtype), tl.trans(codes), input_precision="ieee")
-            logits += tl.sum(q * (low + 0.5 * step)[None, :], 1)[:, None]
-            visible = page * PAGE_SIZE + tokens < length
-            logits = tl.where(visible[None, :], logits, float("-inf"))
-            peak = tl.max(logits, 1)
-            peak = tl.where(peak == float("-inf"), 0.0, peak)
-            total = tl.sum(tl.exp2(logits - peak[:, None]), 1)
-            score = (peak + tl.log2(total)) * 0.6931471805599453  # ln(2)
-            tl.store(target + page, score, mask=(rows < GROUP) & (page + 0 * rows < max_pages))
+        own_bounds = bounds_ptr + place * (2 * DIM) + dims
+        low = tl.load(own_bounds, mask=dims < DIM, other=0.0).to(tl.float32)
+        high = tl.load(own_bounds + DIM, mask=dims < DIM, other=0.0).to(tl.float32)
+        codes = ((packed >> 2 * (dims % CODES_PER_WORD)[None, :]) & 3).to(q.dtype)
+        # A key is the middle of its quarters: q * (low + step / 2) + (q * step) * code
+        scaled = q.to(tl.float32) * scale_log2
+        step = (high - low) * 0.25
+        steps = (scaled * step[None, :]).to(q.dtype)
+        logits = tl.dot(steps, tl.trans(codes), input_precision="ieee")
+        logits += tl.sum(scaled * (low + 0.5 * step)[None, :], 1)[:, None]
+        visible = page * PAGE_SIZE + tokens < length
+        logits = tl.where(visible[None, :], logits, float("-inf"))
+        peak = tl.max(logits, 1)
+        total = tl.sum(tl.exp2(logits - peak[:, None]), 1)
+        score = (peak + tl.log2(total)) * 0.6931471805599453  # ln(2)
+        tl.store(target, score, mask=rows < GROUP)
     else:
-        hidden = tl.full((ROWS, PAGES), float("-inf"), tl.float32)
-        pages = first_page + tl.arange(0, PAGES)
-        inside = (rows < GROUP)[:, None] & (pages < max_pages)[None, :]
-        tl.store(target[:, None] + pages[None, :], hidden, mask=inside)
+        tl.store(target, tl.full((ROWS,), float("-inf"), tl.float32), mask=rows < GROUP)
 
 
 def score_pages(
@@ -276,8 +263,7 @@ def score_pages(
             **sizes,
         )
         return scores
-    num_pages = max(1, _TOKENS_PER_PROGRAM // page_size)
-    _score_codes_kernel[(triton.cdiv(max_pages, num_pages), num_kv_heads, num_seqs)](
+    _score_codes_kernel[(max_pages, num_kv_heads, num_seqs)](
         query,
         bounds,
         codes,
@@ -289,9 +275,8 @@ def score_pages(
         *strides,
         ROWS=max(16, triton.next_power_of_2(group)),
         DIM_PAD=max(CODES_PER_WORD, triton.next_power_of_2(dim)),
-        PAGES=num_pages,
         CODES_PER_WORD=CODES_PER_WORD,
-        num_warps=4,
+        num_warps=2,
         **sizes,
     )
     return scores

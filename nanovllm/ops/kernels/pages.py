@@ -6,7 +6,7 @@ import triton.language as tl
 
 from nanovllm.ops.pages import SHARE_UNITS, num_entries
 
-_CHOICES_PER_WARP = 1024
+_CHOICES_PER_WARP = 256
 
 
 @triton.jit

@@ -329,7 +329,7 @@ def test_chunks_change_no_bit_on_kernels(estimator, stride, tuning):
         args = query[first:last], key[: 128 + last], 128 + first
         rows, columns = slice(first // 128, -(-last // 128)), slice(-(-(128 + last) // 128))
         for a, b in zip(form.estimate(*args, estimator, stride), whole, strict=True):
-            # Interpreted, products are the CPU's BLAS, which on some processors rounds by alignment.
+            # Interpreted, products are of the CPU's BLAS, whose rounding may depend on alignment.
             tolerance = {} if DEVICE.type == "cpu" else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(a, b[:, rows, columns], **tolerance)
 

@@ -324,14 +324,16 @@ def test_chunks_change_no_bit(estimator, stride, tuning, dtype):
 def test_chunks_change_no_bit_on_kernels(estimator, stride, tuning):
     form = Form("kernel", tuning)
     query, key = make_qk(333, 461, 2, 1, dtype=torch.float16, device=DEVICE)
+    if DEVICE.type == "cpu":
+        # Interpreted, a product is the CPU's BLAS, some of which round a row by its place in the
+        # tile. With so few bits products are exact: then only a kernel can change one.
+        query, key = ((16 * x).round() / 16 for x in (query, key))
     whole = form.estimate(query, key, 128, estimator, stride)
     for first, last in ((0, 128), (128, 333), (256, 333)):
         args = query[first:last], key[: 128 + last], 128 + first
         rows, columns = slice(first // 128, -(-last // 128)), slice(-(-(128 + last) // 128))
         for a, b in zip(form.estimate(*args, estimator, stride), whole, strict=True):
-            # Interpreted, products are of the CPU's BLAS, whose rounding may depend on alignment.
-            tolerance = {} if DEVICE.type == "cpu" else {"rtol": 0, "atol": 0}
-            torch.testing.assert_close(a, b[:, rows, columns], **tolerance)
+            assert torch.equal(a, b[:, rows, columns])
 
 
 # What is refused

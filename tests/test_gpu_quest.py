@@ -21,6 +21,8 @@ OFFLOADED = {
     "nothing kept": {"decode_hot_cache_gb": 0},
     "fetched ahead": {"decode_prefetch": 0.25},
 }
+# Whose prefill is the resident one, bit for bit.
+SAME_PREFILL = ("layer-major", "nothing kept", "fetched ahead")
 
 
 def sparse(budget=512, **options):
@@ -59,11 +61,7 @@ def test_the_same_answers_from_host_memory(mode, checked, monkeypatch):
     with open_offloaded("bfloat16", **sparse() | OFFLOADED[mode]) as llm:
         outputs = generate_alone(llm)
         pages = llm.stats()["pages"]
-    if mode in (
-        "layer-major",
-        "nothing kept",
-        "fetched ahead",
-    ):  # whose prefill is the resident one, bit for bit
+    if mode in SAME_PREFILL:
         assert_equal(outputs, resident(512))
     for output, other in zip(outputs, resident(512), strict=True):
         assert output.token_ids[0] == other.token_ids[0]

@@ -11,7 +11,6 @@ import pytest
 from tiny_models import (
     VOCAB_SIZE,
     assert_same_answer,
-    generate,
     open_llm,
     prompt_of,
     sharpen,
@@ -44,11 +43,17 @@ def sharp(tiny: Tiny) -> Path:
     return tiny(edit=sharpen)
 
 
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=VOCAB_SIZE
+    )
+
+
 def answers_alone(directory: Path, prompts: list[list[int]], lengths: list[int]) -> list[Any]:
     outputs = []
     for prompt, length in zip(prompts, lengths, strict=True):
         with open_llm(directory, **OPTIONS, max_num_seqs=1) as llm:
-            outputs += generate(llm, [prompt], length, logprobs=VOCAB_SIZE)
+            outputs += llm.generate([prompt], greedy(length), use_tqdm=False)
     return outputs
 
 
@@ -57,11 +62,7 @@ def test_each_answers_as_alone(sharp: Path) -> None:
     prompts = [prompt_of(n, i) for i, n in enumerate((900, 1, 250, 127, 600, 384))]
     lengths = [40, 150, 10, 5, 30, 2]
     with open_llm(sharp, **OPTIONS, max_num_seqs=3) as llm:
-        params = [
-            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=VOCAB_SIZE)
-            for n in lengths
-        ]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
     for output, alone in zip(outputs, answers_alone(sharp, prompts, lengths), strict=True):
         assert_same_answer(output, alone)
 
@@ -72,7 +73,7 @@ def test_a_long_prompt_beside_others_that_decode(sharp: Path, order: str) -> Non
     prompts = [prompt_of(300, 1), prompt_of(1500, 2)]
     options = OPTIONS | {"max_num_batched_tokens": 256, "prefill_order": order}
     with open_llm(sharp, **options) as llm:
-        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=VOCAB_SIZE)
+        params = greedy(20)
         first = llm.engine.add_request(prompts[0], params)
         while first.num_tokens < 305:
             llm.engine.step()
@@ -94,11 +95,7 @@ def test_preempted_and_resumed(sharp: Path) -> None:
     prompts = [prompt_of(n, i) for i, n in enumerate((500, 370, 250, 120))]
     lengths = [150, 150, 150, 20]
     with open_llm(sharp, **OPTIONS | {"num_kvcache_blocks": 12}, max_num_seqs=3) as llm:
-        params = [
-            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=VOCAB_SIZE)
-            for n in lengths
-        ]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
         assert llm.engine.num_preemptions > 0
         llm.engine.check_integrity()
     # A preempted request computes its answer again densely and may go on otherwise, see quest.md.
@@ -109,7 +106,7 @@ def test_preempted_and_resumed(sharp: Path) -> None:
 def test_an_aborted_request_leaves_its_row(sharp: Path) -> None:
     prompts = [prompt_of(300, 1), prompt_of(400, 2), prompt_of(200, 3)]
     with open_llm(sharp, **OPTIONS, max_num_seqs=2) as llm:
-        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=VOCAB_SIZE)
+        params = greedy(30)
         sequences = [llm.engine.add_request(prompt, params) for prompt in prompts]
         for _ in range(6):
             llm.engine.step()

@@ -82,8 +82,6 @@ def update_page_index(
     """See `ops.page_index.update_page_index`."""
     num_kv_heads, _, dim = index.bounds.shape[1:]
     num_tokens = len(cache_slots)
-    if num_tokens == 0:
-        return
     _update_kernel[(num_tokens, num_kv_heads)](
         index.bounds,
         index.codes,

@@ -11,7 +11,7 @@ class Span(NamedTuple):
     """Buffers that an operation reads or writes, as the order checker knows them."""
 
     space: str | tuple[str, int]
-    """Which row of buffers: `"slot"`, `"staging"`, `"hot"`, one a layer, or `("host", layer_id)`."""
+    """Which row of buffers: `"slot"`, `"staging"`, `"hot"` or `("host", layer_id)`."""
     first: int
     num_buffers: int
 

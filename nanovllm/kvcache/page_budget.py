@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nanovllm.ops.pages import num_entries
-
 PageEstimator = Literal["codes", "bounds"]
 
 
@@ -31,4 +29,6 @@ class PageBudget:
 
     def num_chosen(self, max_pages: int) -> int:
         """Return the most pages that a step attends to where contexts have up to `max_pages`."""
+        from nanovllm.ops.pages import num_entries  # with torch, and options are read without
+
         return num_entries(min(self.num_pages, max_pages), self.num_dense, max_pages)

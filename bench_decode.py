@@ -30,6 +30,7 @@ from nanovllm.kvcache.paged_layer import PagedLayer
 from nanovllm.kvcache.sparse.quest import QuestPolicy
 
 GIB = 1 << 30
+_PLANNED_STEPS = 64
 
 
 class PlannedPages(QuestPolicy):
@@ -47,7 +48,7 @@ class PlannedPages(QuestPolicy):
         super().__init__(token_budget, estimator=estimator, prefetch=prefetch)
         self._advance = round(self.pages.num_pages * (1 - reuse))
         self._foresight = foresight
-        self._orders: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._plans: tuple[torch.Tensor, torch.Tensor] | None = None
         self._is_guess = False
 
     def fetch_ahead(self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float) -> None:
@@ -57,22 +58,23 @@ class PlannedPages(QuestPolicy):
 
     def _score(self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float) -> torch.Tensor:
         scores = super()._score(query, layer, softmax_scale)
+        if self._plans is None or self._plans[0].shape[3] != scores.shape[3]:
+            self._plans = self._make_plans(scores)
+        plan = self._plans[self._is_guess]
+        # For all queries of a KV head the same.
+        return plan[layer.context_lens % len(plan)].expand_as(scores)
+
+    def _make_plans(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores to choose and to guess by, for lengths of the context in turn."""
         num_pages = scores.shape[3]
-        if self._orders is None or self._orders[0].shape[3] != num_pages:
-            # For all queries of a KV head the same.
-            true, other = torch.rand(2, *scores[:1, :, :1].shape, device=scores.device)
-            self._orders = true.argsort(-1).float(), other.argsort(-1).float()
-        order, other = self._orders
-        step = layer.context_lens[:, None, None, None]
+        true, other = torch.rand(2, *scores[:1, :, :1].shape, device=scores.device)
+        order, other = true.argsort(-1).float(), other.argsort(-1).float()
+        step = torch.arange(_PLANNED_STEPS, device=scores.device)[:, None, None, None]
         ahead = torch.remainder(order - step * self._advance, num_pages)
-        if self._is_guess:
-            # Pages that are not foreseen count for what they are not, others each step.
-            hidden = torch.remainder(other - step * 997, num_pages)
-            unforeseen = (
-                torch.remainder(order + step * 61, num_pages) >= self._foresight * num_pages
-            )
-            ahead = torch.where(unforeseen, hidden, ahead)
-        return torch.where(scores > float("-inf"), -ahead, scores)
+        # Pages that are not foreseen count for what they are not, others each step.
+        hidden = torch.remainder(other - step * 997, num_pages)
+        unforeseen = torch.remainder(order + step * 61, num_pages) >= self._foresight * num_pages
+        return -ahead, -torch.where(unforeseen, hidden, ahead)
 
 
 def main() -> None:

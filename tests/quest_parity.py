@@ -57,8 +57,9 @@ class QuestReference:
         if len(pages) <= num_dense:
             return set(range(len(pages)))
         # Of each page for each query, then the greatest share that a query gives it.
-        rows = torch.tensor([[float(self._score(q, page)) for page in pages] for q in query])
-        shares = rows.log_softmax(-1).amax(0).tolist()
+        # The newest page is chosen whatever its score.
+        rows = [[float(self._score(q, page)) for page in pages[:-1]] for q in query]
+        shares = torch.tensor(rows).log_softmax(-1).amax(0).tolist()
         forced = {0, *range(len(pages))[-num_recent:]}
         others = sorted(set(range(len(pages))) - forced, key=lambda i: (-shares[i], i))
         return forced | set(others[: max(0, num_pages - len(forced))])

@@ -29,7 +29,9 @@ def forward(
     for layer, following in pairwise(layers):
         normed, residual = layer.attend(hidden, residual, step)
         if step.looks_ahead:
-            step.look_ahead(following.self_attn.layer_id, following.heads(residual))
+            attention = following.self_attn
+            normed_early = following.input_layernorm(residual)
+            step.look_ahead(attention.layer_id, normed_early, attention.queries)
         hidden = layer.mlp(normed)
     # Nothing attends to the last layer's output: only rows that are sampled go on from there.
     hidden, residual = layers[-1](hidden, residual, step, rows)

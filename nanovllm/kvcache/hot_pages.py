@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.device import Device, Span
+from nanovllm.device import Device, Event, Span
 from nanovllm.errors import CapacityError
 from nanovllm.kvcache.host_pool import HostPool
 from nanovllm.kvcache.layout import KVLayout
@@ -80,6 +80,8 @@ class HotPages:
         self._state_ahead = replace(self.state, counts=torch.zeros_like(self.state.counts))
         self._stream = device.new_stream("fetch")
         self._guess: torch.Tensor | None = None
+        self._placed: Event | None = None
+        self._fetched: Event | None = None
         self.clock = torch.zeros(1, dtype=torch.int32, device=place)
         """The number of the step."""
         self._addresses = torch.zeros(
@@ -146,28 +148,30 @@ class HotPages:
         key_slots: torch.Tensor,
         cache_slots: torch.Tensor,
     ) -> None:
-        """Let the index hold for new keys; see `ops.page_index.update_page_index`."""
+        """Let the index hold for new keys; see `ops.page_index.update_page_index`.
+
+        Waits on the compute stream until pages that are fetched ahead have their slots.
+        """
+        if self._placed is not None:
+            self._device.compute_stream.wait(self._placed)
+            self._placed = self._guess = None
+        self._device.touch(writes=Span("page index", layer_id, 1))
         update_page_index(self.index[layer_id], key_cache, key_slots, cache_slots, self.page_size)
 
     @contextmanager
     def beside_compute(self, guess: torch.Tensor) -> Iterator[None]:
-        """Let kernels run beside those of the compute stream until `catch_up`.
+        """Let kernels run beside those of the compute stream, to locate a layer's pages ahead.
 
-        They come after all that it has been given so far.
+        They come after all that it has been given so far. It waits for them where the layer's index
+        changes, and for those that fetch where it fetches itself.
 
         Args:
-            guess: a tensor of the compute stream that they use; kept until then.
+            guess: a tensor of the compute stream that they use.
         """
         self._guess = guess
         self._stream.wait(self._device.compute_stream.record())
         with self._stream.entered():
             yield
-
-    def catch_up(self) -> None:
-        """Let the compute stream go on after what runs beside it."""
-        if self._guess is not None:
-            self._device.compute_stream.wait(self._stream.record())
-            self._guess = None
 
     def layer(
         self,
@@ -183,16 +187,41 @@ class HotPages:
             block_tables, context_lens: as its attributes.
             is_ahead: whether pages are located before it is known that they are wanted.
         """
+        return _HotLayer(self, layer_id, block_tables, context_lens, is_ahead)
+
+    def bring(
+        self,
+        layer_id: int,
+        pages: torch.Tensor,
+        lens: torch.Tensor,
+        context_lens: torch.Tensor,
+        is_ahead: bool,
+    ) -> torch.Tensor:
+        """Give chosen pages of a layer their slots, and fetch those that are not there.
+
+        Args:
+            layer_id: which.
+            pages, lens, context_lens: see `ops.hot_pages.place_pages`.
+            is_ahead: see `layer`.
+
+        Returns:
+            The number of each page's slot, int32 like `pages`.
+        """
         state = self._state_ahead if is_ahead else self.state
-        return _HotLayer(self, layer_id, block_tables, context_lens, state)
-
-    def host_blocks(self, layer_id: int) -> HostBlocks:
-        """Return where a layer's blocks lie."""
-        return HostBlocks(self._addresses[layer_id], self._blocks[layer_id])
-
-    def touch_slots(self, layer_id: int) -> None:
-        """Say that kernels launched next use a layer's slots, see `Device.touch`."""
+        sizes = self.page_size, self.block_size
+        self._device.touch(writes=Span("page index", layer_id, 1))
+        tables, fetch = place_pages(pages, lens, context_lens, state, layer_id, self.clock, *sizes)
+        if is_ahead:
+            self._placed = self._stream.record()
+        elif self._fetched is not None:
+            self._device.compute_stream.wait(self._fetched)
+            self._fetched = None
         self._device.touch(writes=Span("hot", layer_id, 1))
+        host = HostBlocks(self._addresses[layer_id], self._blocks[layer_id])
+        fetch_pages(self.keys[:, :, 0], self.values[:, :, 0], pages, fetch, host, *sizes)
+        if is_ahead:
+            self._fetched = self._stream.record()
+        return tables
 
     def stats(self) -> dict[str, Any]:
         """Return how many pages of a KV head steps wanted from host memory. Waits for the device.
@@ -227,15 +256,15 @@ class _HotLayer(PagedLayer):
         layer_id: int,
         block_tables: torch.Tensor,
         context_lens: torch.Tensor,
-        state: HotState,
+        is_ahead: bool,
     ) -> None:
         self.index = hot.index[layer_id]
         self.block_tables, self.context_lens = block_tables, context_lens
         self.block_size = hot.block_size
-        self._hot, self._layer_id, self._state = hot, layer_id, state
+        self._hot, self._layer_id, self._is_ahead = hot, layer_id, is_ahead
 
     def locate(self, scores: torch.Tensor, budget: PageBudget) -> LocatedPages:
-        hot, sizes = self._hot, (budget.page_size, self.block_size)
+        hot = self._hot
         pages, lens = top_pages(
             scores,
             self.context_lens,
@@ -244,10 +273,5 @@ class _HotLayer(PagedLayer):
             budget.num_recent,
             num_dense=budget.num_dense,
         )
-        tables, fetch = place_pages(
-            pages, lens, self.context_lens, self._state, self._layer_id, hot.clock, *sizes
-        )
-        hot.touch_slots(self._layer_id)
-        host = hot.host_blocks(self._layer_id)
-        fetch_pages(hot.keys[:, :, 0], hot.values[:, :, 0], pages, fetch, host, *sizes)
+        tables = hot.bring(self._layer_id, pages, lens, self.context_lens, self._is_ahead)
         return LocatedPages(hot.keys, hot.values, tables, lens)

@@ -62,5 +62,5 @@ class KVLayout:
         codes = None
         if pages.estimator == "codes":
             words = pages.page_size, num_words(self.head_dim)
-            codes = torch.empty(*shape, *words, dtype=torch.int32, device=device)
+            codes = torch.empty(*shape, *words, dtype=torch.int16, device=device)
         return PageIndex(bounds, codes)

@@ -5,6 +5,7 @@ cache on the device and one for a cache in host memory.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,10 @@ from nanovllm.kvcache.resident import LayerKV
 from nanovllm.kvcache.source import OffloadedSource, ResidentSource
 from nanovllm.kvcache.sparse.policy import PolicyContext, SparsePolicy
 from nanovllm.ops.backends import AttentionBackend, TileBackend
-from nanovllm.ops.elementwise import rotate_and_store
+from nanovllm.ops.elementwise import rotate, rotate_and_store
 from nanovllm.ops.page_index import update_page_index
+
+Queries = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AttentionStep(ABC):
@@ -27,13 +30,14 @@ class AttentionStep(ABC):
     looks_ahead = False
     """Whether `look_ahead` is to be called."""
 
-    def look_ahead(self, layer_id: int, heads: torch.Tensor) -> None:
+    def look_ahead(self, layer_id: int, normed: torch.Tensor, queries: Queries) -> None:
         """Begin to bring here what a layer will need, while the MLP before it is computed.
 
         Args:
             layer_id: the layer after the one whose attention is done.
-            heads: its queries, keys and values, as they would be if it were not for that MLP; see
-                `attend`.
+            normed: `[num_tokens, hidden_size]`, what it would see if it were not for that MLP.
+            queries: makes its queries of that, `[num_tokens, num_q_heads, head_dim]`, without
+                rotary embedding.
         """
         raise NotImplementedError(f"{type(self).__name__} does not look ahead")
 
@@ -182,26 +186,17 @@ class HotAttention(AttentionStep):
         pages = self.attention.decode.pages
         return pages is not None and pages.num_ahead > 0
 
-    def look_ahead(self, layer_id: int, heads: torch.Tensor) -> None:
+    def look_ahead(self, layer_id: int, normed: torch.Tensor, queries: Queries) -> None:
         hot = self.hot
-        with hot.beside_compute(heads):
-            # What is stored is overwritten when the layer's true keys and values are known.
-            query, _ = self._rotate_and_store(layer_id, heads)
+        with hot.beside_compute(normed):
+            query = rotate(queries(normed), self.cos, self.sin)
             layer = hot.layer(layer_id, self.block_tables, self.context_lens, is_ahead=True)
             self.attention.decode.fetch_ahead(query, layer, query.shape[-1] ** -0.5)
 
     def attend(self, layer_id: int, heads: torch.Tensor) -> torch.Tensor:
         hot = self.hot
-        hot.catch_up()
-        query, keys = self._rotate_and_store(layer_id, heads)
+        keys, values = hot.tails[:, :, layer_id]
+        query = rotate_and_store(heads, keys, values, self.tail_slots, self.cos, self.sin)
         hot.note(layer_id, keys, self.tail_slots, self.cache_slots)
         layer = hot.layer(layer_id, self.block_tables, self.context_lens)
         return self.attention.decode.attend_to_pages(query, layer, query.shape[-1] ** -0.5)
-
-    def _rotate_and_store(
-        self, layer_id: int, heads: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the queries, and the keys of the layer's tail."""
-        keys, values = self.hot.tails[:, :, layer_id]
-        query = rotate_and_store(heads, keys, values, self.tail_slots, self.cos, self.sin)
-        return query, keys

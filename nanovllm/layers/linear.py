@@ -46,6 +46,19 @@ class Linear(nn.Module):
         )
         return out
 
+    def part(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Map `[n, in_features]` to the outputs of one of `parts`."""
+        first = 0
+        for part, size in self.parts.items():
+            if part == name:
+                break
+            first += size
+        rows = slice(first, first + self.parts[name])
+        if self._packed is None:
+            return linear(x, self.weight[rows], None if self.bias is None else self.bias[rows])
+        whole: torch.Tensor = self(x)
+        return whole[:, rows].contiguous()
+
 
 def _can_pack(weight: torch.Tensor) -> bool:
     """Return whether packing pays: for half precision. An fp32 row is faster through MKL."""

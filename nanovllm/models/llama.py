@@ -42,11 +42,20 @@ class LlamaAttention(nn.Module):
         self, hidden: torch.Tensor, step: AttentionStep, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Map `[num_tokens, hidden_size]` to the same, or to its `rows` only."""
-        out = step.attend(self.layer_id, self.heads(hidden)).flatten(1)
+        out = step.attend(self.layer_id, self._heads(hidden)).flatten(1)
         projected: torch.Tensor = self.o_proj(out if rows is None else out[rows])
         return projected
 
-    def heads(self, hidden: torch.Tensor) -> torch.Tensor:
+    def queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the queries without rotary embedding, `[num_tokens, num_q_heads, head_dim]`."""
+        query: torch.Tensor = self.qkv_proj.part(hidden, "q_proj").unflatten(
+            -1, (-1, self.head_dim)
+        )
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        return query
+
+    def _heads(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return queries, keys and values without rotary embedding.
 
         `[num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]`.
@@ -120,11 +129,6 @@ class DecoderLayer(nn.Module):
         if rows is not None:
             residual = residual[rows]
         return self.post_attention_layernorm.add(hidden, residual)
-
-    def heads(self, residual: torch.Tensor) -> torch.Tensor:
-        """Return the queries, keys and values of a residual stream; see `LlamaAttention.heads`."""
-        heads: torch.Tensor = self.self_attn.heads(self.input_layernorm(residual))
-        return heads
 
 
 class LlamaForCausalLM(nn.Module):

@@ -38,6 +38,20 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def rotate(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply rotary embedding to queries in place, and return them.
+
+    `query`: `[n, num_q_heads, head_dim]`, contiguous; `cos`, `sin`: as for `rotate_and_store`.
+    """
+    if query.is_cuda:
+        from nanovllm.ops.kernels import elementwise
+
+        elementwise.rotate(query, cos, sin)
+    else:
+        _rotate_(query, cos, sin)
+    return query
+
+
 def rotate_and_store(
     heads: torch.Tensor,
     key_cache: torch.Tensor,

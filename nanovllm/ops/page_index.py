@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-CODES_PER_WORD = 16
-"""Codes, of 2 bits each, in an int32."""
+CODES_PER_WORD = 8
+"""Codes, of 2 bits each, in an int16."""
 _CODE_VALUES = torch.tensor([[(byte >> 2 * i & 3) + 0.5 for i in range(4)] for byte in range(256)])
 
 
@@ -23,9 +23,9 @@ class PageIndex(NamedTuple):
     """`[num_pages, num_kv_heads, 2, head_dim]` of the cache's dtype, contiguous: the minimum and
     the maximum of each channel of a page's keys."""
     codes: torch.Tensor | None = None
-    """int32 `[num_pages, num_kv_heads, page_size, num_words(head_dim)]`, contiguous: in which
-    quarter of the bounds a key lies, 0 to 3, channel d in bits 2 (d mod 16) and up of word
-    d div 16. None if bounds alone are kept."""
+    """int16 `[num_pages, num_kv_heads, page_size, n]`, n = `num_words(head_dim)`, contiguous: in
+    which quarter of the bounds a key lies, 0 to 3, channel d in the two bits from 2 (d div n) on
+    of word d mod n. None if bounds alone are kept."""
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +103,8 @@ def score_pages(
 
     By bounds: the greatest logit that a key within them could have, which is
     `sum_d max(q_d min_d, q_d max_d)` times the scale. With codes: the logarithm of the sum of
-    `exp(logit)` over the page's tokens, each key taken for the middle of its quarters.
+    `exp(logit)` over the page's tokens, each key taken for the middle of its quarters. The page of
+    the newest token is attended to in any case and not scored, so its index may change meanwhile.
 
     Args:
         query: `[num_seqs, num_q_heads, head_dim]`, the last axis contiguous.
@@ -117,8 +118,8 @@ def score_pages(
 
     Returns:
         fp32 `[num_seqs, num_kv_heads, queries of a KV head, max_blocks * block_size / page_size]`,
-        by the page's place in the sequence: `-inf` from the context's end on. A row depends on its
-        sequence only. Does not synchronise, and its launch depends on shapes only.
+        by the page's place in the sequence: `-inf` from the newest token's page on. A row depends
+        on its sequence only. Does not synchronise, and its launch depends on shapes only.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
@@ -144,7 +145,7 @@ def score_pages(
     scores = torch.full((num_seqs, num_kv_heads, group, max_pages), float("-inf"))
     # One by one, so that products of matrices do not depend on the other sequences.
     for i, length in enumerate(context_lens.tolist()):
-        pages = torch.arange(-(-length // page_size))
+        pages = torch.arange(max(0, length - 1) // page_size)
         blocks = block_tables[i, pages // pages_per_block]
         places = blocks * pages_per_block + pages % pages_per_block
         q = query[i].float().unflatten(0, (num_kv_heads, -1)) * softmax_scale
@@ -153,7 +154,6 @@ def score_pages(
             scores[i, ..., : len(pages)] = _largest_logits(q, low, high)
         else:
             logits = _logits_of_codes(q, low, high, index.codes[places])
-            logits[..., length:] = float("-inf")
             scores[i, ..., : len(pages)] = logits.unflatten(2, (-1, page_size)).logsumexp(-1)
     return scores
 
@@ -211,11 +211,10 @@ def _update(
         step = (high - low) / 4
         above = [keys >= limit for limit in (low + step, low + 2 * step, high - step)]
         codes = torch.stack(above).sum(0, dtype=torch.int32)
-        codes = F.pad(codes, (0, -codes.shape[3] % CODES_PER_WORD)).unflatten(
-            3, (-1, CODES_PER_WORD)
-        )
-        shifts = 2 * torch.arange(CODES_PER_WORD, dtype=torch.int32)
-        index.codes[pages] = (codes << shifts).sum(4, dtype=torch.int32)
+        words = index.codes.shape[3]
+        codes = F.pad(codes, (0, words * CODES_PER_WORD - codes.shape[3]))
+        shifts = 2 * torch.arange(CODES_PER_WORD, dtype=torch.int32)[:, None]
+        index.codes[pages] = (codes.unflatten(3, (-1, words)) << shifts).sum(3).short()
 
 
 def _largest_logits(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -228,9 +227,12 @@ def _logits_of_codes(
     q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, codes: torch.Tensor
 ) -> torch.Tensor:
     """Return `[num_kv_heads, group, num_pages * page_size]`."""
-    quarters = _CODE_VALUES[codes.view(torch.uint8).int()].flatten(3)[..., : q.shape[2]]
+    # Of each word two bytes, and of each byte four channels that lie a row of words apart.
+    quarters = _CODE_VALUES[codes.flatten().view(torch.uint8).int()].view(*codes.shape, -1)
+    quarters = quarters.mT.flatten(3)[..., : q.shape[2]]
     keys = low[:, :, None] + quarters * ((high - low) / 4)[:, :, None]
-    return q @ keys.transpose(0, 1).flatten(1, 2).mT
+    logits: torch.Tensor = q @ keys.transpose(0, 1).flatten(1, 2).mT
+    return logits
 
 
 def _check_index(index: PageIndex, page_size: int) -> None:
@@ -245,8 +247,8 @@ def _check_index(index: PageIndex, page_size: int) -> None:
         return
     num_pages, num_kv_heads, _, dim = bounds.shape
     shape = (num_pages, num_kv_heads, page_size, num_words(dim))
-    if codes.shape != shape or codes.dtype != torch.int32 or not codes.is_contiguous():
+    if codes.shape != shape or codes.dtype != torch.int16 or not codes.is_contiguous():
         raise ValueError(
             f"codes of shape {list(codes.shape)}, {codes.dtype} and strides {codes.stride()}; "
-            f"needed is int32 {list(shape)}, contiguous"
+            f"needed is int16 {list(shape)}, contiguous"
         )

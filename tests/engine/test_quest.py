@@ -255,15 +255,16 @@ def test_pages_are_fetched_ahead(sharp: Path) -> None:
         assert 0.6 * pages["pages_fetched_ahead"] <= hits <= pages["pages_fetched_ahead"] + 1e-6
 
 
-@pytest.mark.parametrize("forgotten", ["catch_up", "beside_compute"])
+@pytest.mark.parametrize("forgotten", ["_placed", "_fetched", "beside_compute"])
 def test_what_is_fetched_ahead_is_ordered(
     sharp: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
     """Hazard: slots are filled beside the compute stream, after their use and before the next."""
-    if forgotten == "catch_up":
-        monkeypatch.setattr(HotPages, "catch_up", lambda _: None)
+    if forgotten == "beside_compute":
+        monkeypatch.setattr(HotPages, forgotten, lambda hot, _: hot._stream.entered())
     else:
-        monkeypatch.setattr(HotPages, "beside_compute", lambda hot, _: hot._stream.entered())
+        event = property(lambda _: None, lambda *_: None)
+        monkeypatch.setattr(HotPages, forgotten, event, raising=False)
     with (
         open_llm(sharp, **MODES["fetched ahead"], **budget(256)) as llm,
         pytest.raises(HazardError),

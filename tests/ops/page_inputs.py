@@ -30,9 +30,8 @@ def codes_of(keys):
 
 def unpack(codes, dim):
     """Return the codes of `[..., num_words]` one by one."""
-    return (codes[..., None] >> 2 * torch.arange(16, device=codes.device) & 3).flatten(-2)[
-        ..., :dim
-    ]
+    shifts = 2 * torch.arange(8, device=codes.device)[:, None]
+    return (codes[..., None, :] >> shifts & 3).flatten(-2)[..., :dim]
 
 
 class Cache:
@@ -43,7 +42,7 @@ class Cache:
         self.keys = torch.full((num_blocks, BLOCK_SIZE, heads, dim), NAN, dtype=dtype)
         self.keys = self.keys.to(device)
         self.truth = torch.full((num_pages, heads, 2, dim), NAN, dtype=dtype)
-        codes = torch.full((num_pages, heads, PAGE_SIZE, num_words(dim)), -1, dtype=torch.int32)
+        codes = torch.full((num_pages, heads, PAGE_SIZE, num_words(dim)), -1, dtype=torch.int16)
         self.index = PageIndex(self.truth.to(device, copy=True), codes.to(device))
 
     @property
@@ -84,7 +83,7 @@ class Pages:
         num_pages = len(blocks) * per_block
         self.bounds = torch.full((num_pages, kv_heads, 2, dim), NAN, dtype=dtype)
         shape = num_pages, kv_heads, PAGE_SIZE, num_words(dim)
-        self.codes = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int32)
+        self.codes = torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16)
         self.tables = torch.full((len(lengths), max(num_blocks) + 1), GARBAGE, dtype=torch.int32)
         self.query = randn(len(lengths), heads, dim, dtype=dtype, device=CPU)
         self.physical = []
@@ -111,18 +110,21 @@ class Pages:
         return scores.cpu()
 
     def truth(self, i, head, group, estimator):
-        """Return the scores of a sequence and KV head from their definition, in fp64."""
+        """Return the scores of a sequence and KV head from their definition, in fp64.
+
+        `[group, pages]`, of all pages but the newest.
+        """
         queries = self.query[i].double()[head * group : (head + 1) * group]
         rows = []
-        for j, page in enumerate(self.physical[i]):
+        for page in self.physical[i][:-1]:
             low, high = self.bounds[page, head].double()
             if estimator == "bounds":
                 rows.append([SCALE * torch.maximum(q * low, q * high).sum() for q in queries])
                 continue
-            codes = unpack(self.codes[page, head], len(low))[: self.lengths[i] - j * PAGE_SIZE]
+            codes = unpack(self.codes[page, head], len(low))
             keys = low + (codes + 0.5) / 4 * (high - low)
             rows.append((SCALE * queries @ keys.mT).logsumexp(1).tolist())
-        return torch.tensor(rows, dtype=torch.float64).mT
+        return torch.tensor(rows, dtype=torch.float64).reshape(-1, group).mT
 
 
 def choose(modules, query, index, tables, lengths, num_pages):

@@ -1,5 +1,7 @@
 """The index of a page's keys, and scores by it, against loops."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -156,23 +158,25 @@ every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
     ("heads", "kv_heads", "dim"), [(1, 1, 64), (6, 2, 80), (4, 1, 96), (8, 1, 128), (4, 2, 8)]
 )
 def test_scores_by_loop(implementation, heads, kv_heads, dim, dtype, estimator):
-    pages = Pages([17, 1, 8], heads, kv_heads, dim, dtype)
+    pages = Pages([33, 1, 16], heads, kv_heads, dim, dtype)
     scores = pages.score(implementation, estimator)
     assert scores.dtype == torch.float32
     group = heads // kv_heads
-    assert scores.shape == (3, kv_heads, group, 6)
-    for i, physical in enumerate(pages.physical):
+    assert scores.shape == (3, kv_heads, group, 8)
+    for i, num_pages in enumerate((4, 0, 1)):
+        assert (scores[i, ..., num_pages:] == -INF).all()
+        if num_pages == 0:
+            continue
         truth = torch.stack([pages.truth(i, h, group, estimator) for h in range(kv_heads)])
-        ours = scores[i, ..., : len(physical)].double()
+        ours = scores[i, ..., :num_pages].double()
         if estimator == "bounds" or dtype == torch.float32:
             assert_close(ours.float(), truth)
         else:  # products of rounded queries and steps
             torch.testing.assert_close(ours, truth, rtol=0, atol=0.03)
-        assert (scores[i, ..., len(physical) :] == -INF).all()
 
 
 def test_scores_bound_the_logits(implementation):
-    """Of each key of each page, for each query; a page of one token has it as its score."""
+    """Of each key of each page but the newest, for each query."""
     module, device = implementation
     cache = Cache(4, 2, 64, device=device)
     keys, query = randn(57, 2, 64, device=CPU), randn(1, 6, 64, seed=1, device=CPU)
@@ -183,19 +187,32 @@ def test_scores_bound_the_logits(implementation):
         query.to(device), index, table, ints([57], device), SCALE, PAGE_SIZE, BLOCK_SIZE
     )[0].cpu()
     logits = SCALE * torch.einsum("hgd,nhd->hgn", query[0].unflatten(0, (2, 3)), keys)
-    for page in range(8):
+    for page in range(7):
         inside = logits[..., page * PAGE_SIZE : (page + 1) * PAGE_SIZE].amax(-1)
         assert (scores[..., page] >= inside - 1e-4).all()
-    torch.testing.assert_close(scores[..., 7], logits[..., 56], rtol=1e-5, atol=1e-5)
+
+
+def test_a_page_of_one_key_has_its_logit(implementation):
+    """Both bounds, and all quarters between them, are that key."""
+    module, device = implementation
+    cache = Cache(1, 2, 64, device=device)
+    keys, query = randn(1, 2, 64, device=CPU), randn(1, 6, 64, seed=1, device=CPU)
+    cache.store(module, keys.expand(PAGE_SIZE, -1, -1), range(PAGE_SIZE))
+    logits = SCALE * torch.einsum("hgd,hd->hg", query[0].unflatten(0, (2, 3)), keys[0])
+    query, *tables = query.to(device), ints([[0]], device), ints([PAGE_SIZE + 1], device)
+    for estimator, more in (("bounds", 0), ("codes", math.log(PAGE_SIZE))):
+        index = cache.indexed_by(estimator)
+        scores = module.score_pages(query, index, *tables, SCALE, PAGE_SIZE, BLOCK_SIZE)
+        torch.testing.assert_close(scores[0, ..., 0].cpu(), logits + more, rtol=1e-5, atol=1e-5)
 
 
 def test_codes_know_the_mass_of_a_page(implementation):
     """Closer than half a quarter of each channel; the bound of the same page is far above."""
     module, device = implementation
     cache = Cache(4, 2, 64, device=device)
-    keys, query = randn(60, 2, 64, device=CPU), randn(1, 6, 64, seed=1, device=CPU)
-    cache.store(module, keys, list(range(60)))
-    table, length = ints([[0, 1, 2, 3]], device), ints([60], device)
+    keys, query = randn(64, 2, 64, device=CPU), randn(1, 6, 64, seed=1, device=CPU)
+    cache.store(module, keys, list(range(64)))
+    table, length = ints([[0, 1, 2, 3]], device), ints([64], device)
     by_codes, by_bounds = (
         module.score_pages(
             query.to(device), cache.indexed_by(kind), table, length, SCALE, PAGE_SIZE, BLOCK_SIZE
@@ -204,7 +221,7 @@ def test_codes_know_the_mass_of_a_page(implementation):
     )
     q = query[0].unflatten(0, (2, 3))
     logits = SCALE * torch.einsum("hgd,nhd->hgn", q, keys)
-    for page in range(8):
+    for page in range(7):
         mine = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
         low, high = keys[mine].aminmax(dim=0)
         most = SCALE * torch.einsum("hgd,hd->hg", q.abs(), (high - low) / 8)
@@ -256,7 +273,7 @@ def test_nan_in_bounds_shows_in_their_score_only(implementation, estimator):
 
 # What does not fit
 
-BOUNDS, CODES = torch.zeros(4, 2, 2, 16), torch.zeros(4, 2, 8, 1, dtype=torch.int32)
+BOUNDS, CODES = torch.zeros(4, 2, 2, 16), torch.zeros(4, 2, 8, 2, dtype=torch.int16)
 INDEX, KEYS = PageIndex(BOUNDS), torch.zeros(2, 16, 2, 16)
 SLOTS, TABLES, LENGTHS = ints([0]), ints([[0, 1]]), ints([5])
 QUERY = torch.zeros(1, 4, 16)

@@ -134,6 +134,12 @@ def _rotate_and_store_kernel(
     tl.store(target + HALF, out_second, mask=to_value)
 
 
+def rotate(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """See `ops.elementwise.rotate`: heads that are all queries, and none to store."""
+    nothing = query[:0, None, :0]
+    rotate_and_store(query, nothing, nothing, query, cos, sin)
+
+
 def rotate_and_store(
     heads: torch.Tensor,
     key_cache: torch.Tensor,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.ops.page_index import CODES_PER_WORD, PageIndex
+from nanovllm.ops.page_index import CODES_PER_WORD, PageIndex, num_words
 
 _PAGES_PER_PROGRAM = 32  # whose bounds a program holds in registers
 
@@ -22,7 +22,8 @@ def _update_kernel(
     head_stride,
     NUM_KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORDS_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CODES_PER_WORD: tl.constexpr,
@@ -36,40 +37,36 @@ def _update_kernel(
     # The newest token of a page works for all of it.
     if (row == num_tokens - 1) | (following != page):
         offset = slot % PAGE_SIZE
-        dims = tl.arange(0, DIM_PAD)
         tokens = tl.arange(0, PAGE_SIZE)
         # What is past the newest token repeats it, which changes no bound.
         source = tl.load(key_slot_ptr + row) - offset + tl.minimum(tokens, offset)
         at = (source // BLOCK_SIZE).to(tl.int64) * block_stride
         at += (source % BLOCK_SIZE).to(tl.int64) * token_stride
+        at += head * head_stride
+        place = page.to(tl.int64) * NUM_KV_HEADS + head
+        # Channels as the codes have them: a row of the first code of each word, and so on.
+        words = tl.arange(0, WORDS_PAD)
+        rows = tl.arange(0, CODES_PER_WORD)
+        dims = rows[:, None] * WORDS + words[None, :]
+        inside = (words < WORDS)[None, :] & (dims < DIM)
         keys = tl.load(
-            key_ptr + (at + head * head_stride)[:, None] + dims[None, :],
-            mask=(dims < DIM)[None, :],
-            other=0.0,
+            key_ptr + at[:, None, None] + dims[None, :, :], mask=inside[None, :, :], other=0.0
         ).to(tl.float32)
         # The reductions would pass over NaN.
         has_nan = tl.max((keys != keys).to(tl.int32), 0) > 0
         low = tl.where(has_nan, float("nan"), tl.min(keys, 0))
         high = tl.where(has_nan, float("nan"), tl.max(keys, 0))
-
-        place = page.to(tl.int64) * NUM_KV_HEADS + head
         target = bounds_ptr + place * (2 * DIM) + dims
-        dtype = bounds_ptr.dtype.element_ty
-        tl.store(target, low.to(dtype), mask=dims < DIM)
-        tl.store(target + DIM, high.to(dtype), mask=dims < DIM)
+        tl.store(target, low.to(bounds_ptr.dtype.element_ty), mask=inside)
+        tl.store(target + DIM, high.to(bounds_ptr.dtype.element_ty), mask=inside)
         if HAS_CODES:
             step = (high - low) * 0.25
-            code = (keys >= (low + step)[None, :]).to(tl.int32)
-            code += (keys >= (low + 2 * step)[None, :]).to(tl.int32)
-            code += (keys >= (high - step)[None, :]).to(tl.int32)
-            code = tl.where((dims < DIM)[None, :], code, 0)
-            words = tl.arange(0, DIM_PAD // CODES_PER_WORD)
-            shifts = 2 * tl.arange(0, CODES_PER_WORD)
-            code = tl.reshape(code, (PAGE_SIZE, DIM_PAD // CODES_PER_WORD, CODES_PER_WORD))
-            packed = tl.sum(code << shifts[None, None, :], 2)
-            num_words: tl.constexpr = (DIM + CODES_PER_WORD - 1) // CODES_PER_WORD
-            target = code_ptr + (place * PAGE_SIZE + tokens)[:, None] * num_words + words[None, :]
-            tl.store(target, packed, mask=(words < num_words)[None, :])
+            code = (keys >= (low + step)[None, :, :]).to(tl.int32)
+            code += (keys >= (low + 2 * step)[None, :, :]).to(tl.int32)
+            code += (keys >= (high - step)[None, :, :]).to(tl.int32)
+            code = tl.where(inside[None, :, :], code << (2 * rows)[None, :, None], 0)
+            target = code_ptr + (place * PAGE_SIZE + tokens)[:, None] * WORDS + words[None, :]
+            tl.store(target, tl.sum(code, 1).to(tl.int16), mask=(words < WORDS)[None, :])
 
 
 def update_page_index(
@@ -92,12 +89,13 @@ def update_page_index(
         *key_cache.stride()[:3],
         NUM_KV_HEADS=num_kv_heads,
         DIM=dim,
-        DIM_PAD=max(CODES_PER_WORD, triton.next_power_of_2(dim)),
+        WORDS=num_words(dim),
+        WORDS_PAD=triton.next_power_of_2(num_words(dim)),
         BLOCK_SIZE=key_cache.shape[1],
         PAGE_SIZE=page_size,
         CODES_PER_WORD=CODES_PER_WORD,
         HAS_CODES=index.codes is not None,
-        num_warps=4,
+        num_warps=8,
     )
 
 
@@ -125,9 +123,9 @@ def _score_bounds_kernel(
     first_page = tl.program_id(0) * PAGES
     head = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
-    num_pages = tl.cdiv(tl.load(length_ptr + seq * length_stride), PAGE_SIZE)
+    num_pages = (tl.load(length_ptr + seq * length_stride) - 1) // PAGE_SIZE
     pages = first_page + tl.arange(0, PAGES)
-    seen = (pages < num_pages) & (pages < max_pages)
+    seen = pages < num_pages
     target = score_ptr + (seq * NUM_KV_HEADS + head) * GROUP * max_pages + pages
     if first_page < num_pages:
         dims = tl.arange(0, DIM_PAD)
@@ -155,6 +153,15 @@ def _score_bounds_kernel(
             tl.store(target + i * max_pages, hidden, mask=pages < max_pages)
 
 
+@triton.constexpr_function
+def _pick_halves(i):
+    """Return PTX that leaves of two words at once their code i, shifted as in `_half_shift`."""
+    mask = 0x00030003 << 2 * (i % 5)
+    if i < 5:
+        return f"and.b32 $0, $1, {mask:#x};"
+    return f"{{ .reg .b32 t; shr.b32 t, $1, 10; and.b32 $0, t, {mask:#x}; }}"
+
+
 @triton.jit
 def _score_codes_kernel(
     q_ptr,
@@ -173,47 +180,67 @@ def _score_codes_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORDS_PAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGES_PER_BLOCK: tl.constexpr,
     CODES_PER_WORD: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     page = tl.program_id(0)
     head = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
-    length = tl.load(length_ptr + seq * length_stride)
+    num_pages = (tl.load(length_ptr + seq * length_stride) - 1) // PAGE_SIZE
     rows = tl.arange(0, ROWS)
     target = score_ptr + ((seq * NUM_KV_HEADS + head) * GROUP + rows) * max_pages + page
-    if page * PAGE_SIZE < length:
-        dims = tl.arange(0, DIM_PAD)
+    if page < num_pages:
         tokens = tl.arange(0, PAGE_SIZE)
-        num_words: tl.constexpr = (DIM + CODES_PER_WORD - 1) // CODES_PER_WORD
+        words = tl.arange(0, WORDS_PAD)
         block = tl.load(table_ptr + seq * table_stride + page // PAGES_PER_BLOCK).to(tl.int64)
         place = (block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK) * NUM_KV_HEADS + head
-        # Every channel loads the word that it is in: the same for 16 of them, so from L1.
-        words = code_ptr + (place * PAGE_SIZE + tokens)[:, None] * num_words
         packed = tl.load(
-            words + (dims // CODES_PER_WORD)[None, :], mask=(dims < DIM)[None, :], other=0
+            code_ptr + (place * PAGE_SIZE + tokens)[:, None] * WORDS + words[None, :],
+            mask=(words < WORDS)[None, :],
+            other=0,
         )
-        q = tl.load(
-            q_ptr + seq * q_stride + (head * GROUP + rows)[:, None] * q_head_stride + dims[None, :],
-            mask=(rows < GROUP)[:, None] & (dims < DIM)[None, :],
-            other=0.0,
-        )
-        own_bounds = bounds_ptr + place * (2 * DIM) + dims
-        low = tl.load(own_bounds, mask=dims < DIM, other=0.0).to(tl.float32)
-        high = tl.load(own_bounds + DIM, mask=dims < DIM, other=0.0).to(tl.float32)
-        codes = ((packed >> 2 * (dims % CODES_PER_WORD)[None, :]) & 3).to(q.dtype)
+        q_head_ptr = q_ptr + seq * q_stride + (head * GROUP + rows)[None, :] * q_head_stride
+        own_bounds = bounds_ptr + place * (2 * DIM)
         # A key is the middle of its quarters: q * (low + step / 2) + (q * step) * code
-        scaled = q.to(tl.float32) * scale_log2
-        step = (high - low) * 0.25
-        steps = (scaled * step[None, :]).to(q.dtype)
-        logits = tl.dot(steps, tl.trans(codes), input_precision="ieee")
-        logits += tl.sum(scaled * (low + 0.5 * step)[None, :], 1)[:, None]
-        visible = page * PAGE_SIZE + tokens < length
-        logits = tl.where(visible[None, :], logits, float("-inf"))
-        peak = tl.max(logits, 1)
-        total = tl.sum(tl.exp2(logits - peak[:, None]), 1)
+        offsets = tl.zeros((WORDS_PAD, ROWS), tl.float32)
+        logits = tl.zeros((PAGE_SIZE, ROWS), tl.float32)
+        for i in tl.static_range(CODES_PER_WORD):
+            dims = i * WORDS + words
+            inside = (words < WORDS) & (dims < DIM)
+            q = tl.load(
+                q_head_ptr + dims[:, None],
+                mask=inside[:, None] & (rows < GROUP)[None, :],
+                other=0.0,
+            )
+            low = tl.load(own_bounds + dims, mask=inside, other=0.0).to(tl.float32)
+            high = tl.load(own_bounds + DIM + dims, mask=inside, other=0.0).to(tl.float32)
+            scaled = q.to(tl.float32) * scale_log2
+            step = (high - low) * 0.25
+            offsets += scaled * (low + 0.5 * step)[:, None]
+            if q.dtype == tl.float32:
+                steps = scaled * step[:, None]
+                codes = ((packed >> 2 * i) & 3).to(tl.float32)
+                logits = tl.dot(codes, steps, logits, input_precision="ieee")
+            else:
+                # The bits of a code are those of a float16 too: times 2**-24 in the lowest place.
+                steps = scaled * (step * 0.25 ** (i % 5))[:, None]
+                if PAIRS:
+                    codes = tl.inline_asm_elementwise(
+                        _pick_halves(i), "=r,r", [packed], dtype=tl.float16, is_pure=True, pack=2
+                    )
+                else:
+                    codes = (packed if i < 5 else packed >> 10) & (3 << 2 * (i % 5))
+                    codes = codes.to(tl.float16, bitcast=True)
+                logits = tl.dot(codes, steps.to(tl.float16), logits)
+        if q_ptr.dtype.element_ty != tl.float32:
+            logits *= 16777216.0  # 2**24
+        logits += tl.sum(offsets, 0)[None, :]
+        peak = tl.max(logits, 0)
+        total = tl.sum(tl.exp2(logits - peak[None, :]), 0)
         score = (peak + tl.log2(total)) * 0.6931471805599453  # ln(2)
         tl.store(target, score, mask=rows < GROUP)
     else:
@@ -271,10 +298,12 @@ def score_pages(
         softmax_scale * 1.4426950408889634,  # log2(e): the kernel works in powers of two
         max_pages,
         *strides,
-        ROWS=max(16, triton.next_power_of_2(group)),
-        DIM_PAD=max(CODES_PER_WORD, triton.next_power_of_2(dim)),
+        ROWS=max(4, triton.next_power_of_2(group)),
+        WORDS=num_words(dim),
+        WORDS_PAD=max(16, triton.next_power_of_2(num_words(dim))),
         CODES_PER_WORD=CODES_PER_WORD,
-        num_warps=2,
+        PAIRS=not triton.knobs.runtime.interpret,
+        num_warps=1,
         **sizes,
     )
     return scores

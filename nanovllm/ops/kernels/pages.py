@@ -65,17 +65,32 @@ def _top_kernel(
     keys = tl.where((pages == 0) | (pages >= num_seen - num_recent), 0x7FFFFFFF, keys)
     keys = tl.where(seen, keys, -0x80000000)
 
-    # The greatest number that enough keys reach: its sign, then bit by bit.
-    from_zero = tl.sum((keys >= 0).to(tl.int32), 0)
-    cut = tl.where(from_zero >= num_kept, 0, -0x80000000).to(tl.int32)
-    for i in range(31):
-        trial = cut + (1 << (30 - i))
-        from_trial = tl.sum((keys >= trial).to(tl.int32), 0)
-        cut = tl.where(from_trial >= num_kept, trial, cut)
+    # The greatest number that enough keys reach, two bits at a time: the counts of three numbers go
+    # in one sum, 21 bits each. Where just enough reach one, the bits that are left do not matter.
+    cut = tl.full((), -0x80000000, tl.int32)
+    reached = tl.full((), PAGES, tl.int32)
+    shift = 30
+    while (shift >= 0) & (reached != num_kept):
+        step = tl.full((), 1, tl.int32) << shift
+        reach = (keys >= cut + step).to(tl.int64)
+        reach += (keys >= cut + 2 * step).to(tl.int64) << 21
+        reach += (keys >= cut + 3 * step).to(tl.int64) << 42
+        counts = tl.sum(reach, 0)
+        for _ in tl.static_range(3):
+            count = (counts & 0x1FFFFF).to(tl.int32)
+            enough = count >= num_kept
+            cut += tl.where(enough, step, 0)
+            reached = tl.where(enough, count, reached)
+            counts = counts >> 21
+        shift -= 2
     above = keys > cut
-    ties = (keys == cut).to(tl.int32)
     num_ties = num_kept - tl.sum(above.to(tl.int32), 0)
-    keep = above | ((ties > 0) & (tl.cumsum(ties, 0) <= num_ties))
+    # Both kinds are numbered in one scan.
+    tied = keys == cut
+    places = tl.cumsum(above.to(tl.int64) + (tied.to(tl.int64) << 32), 0)
+    tie = (places >> 32).to(tl.int32)
+    keep = above | (tied & (tie <= num_ties))
+    place = (places & 0x7FFFFFFF).to(tl.int32) + tl.minimum(tie, num_ties) - 1
 
     chosen = pages
     if HAS_TABLE:
@@ -84,7 +99,7 @@ def _top_kernel(
         )
         chosen = blocks * PAGES_PER_BLOCK + pages % PAGES_PER_BLOCK
     out_ptr = page_ptr + (seq * NUM_KV_HEADS + head) * num_entries
-    tl.store(out_ptr + tl.cumsum(keep.to(tl.int32), 0) - 1, chosen, mask=keep)
+    tl.store(out_ptr + place, chosen, mask=keep)
     entries = tl.arange(0, ENTRIES)
     unused = (entries >= num_kept) & (entries < num_entries)
     tl.store(out_ptr + entries, tl.zeros((ENTRIES,), tl.int32), mask=unused)

@@ -28,6 +28,7 @@ from bench import machine_facts, model_directory, write_record
 from nanovllm import LLM, STREAMING, SamplingParams
 from nanovllm.kvcache.paged_layer import PagedLayer
 from nanovllm.kvcache.sparse.quest import QuestPolicy
+from nanovllm.ops.page_index import PageIndex
 
 GIB = 1 << 30
 _PLANNED_STEPS = 64
@@ -50,6 +51,8 @@ class PlannedPages(QuestPolicy):
         self._foresight = foresight
         self._plans: tuple[torch.Tensor, torch.Tensor] | None = None
         self._is_guess = False
+        self._first_layer: PageIndex | None = None
+        self._planned: list[torch.Tensor] = []
 
     def fetch_ahead(self, query: torch.Tensor, layer: PagedLayer, softmax_scale: float) -> None:
         self._is_guess = True
@@ -60,9 +63,12 @@ class PlannedPages(QuestPolicy):
         scores = super()._score(query, layer, softmax_scale)
         if self._plans is None or self._plans[0].shape[3] != scores.shape[3]:
             self._plans = self._make_plans(scores)
-        plan = self._plans[self._is_guess]
-        # For all queries of a KV head the same.
-        return plan[layer.context_lens % len(plan)].expand_as(scores)
+        self._first_layer = self._first_layer or layer.index
+        if layer.index is self._first_layer:
+            step = layer.context_lens % _PLANNED_STEPS
+            self._planned = [plan.index_select(0, step) for plan in self._plans]
+        # For all layers, and for all queries of a KV head, the same.
+        return self._planned[self._is_guess].expand_as(scores)
 
     def _make_plans(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores to choose and to guess by, for lengths of the context in turn."""

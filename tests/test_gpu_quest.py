@@ -35,8 +35,8 @@ def generate_alone(llm):
 
 
 @cache
-def resident(budget):
-    with open_llm("bfloat16", num_kvcache_blocks=64, **sparse(budget)) as llm:
+def resident(budget, dtype="bfloat16"):
+    with open_llm(dtype, num_kvcache_blocks=64, **sparse(budget)) as llm:
         return generate_alone(llm)
 
 
@@ -70,15 +70,19 @@ def test_the_same_answers_from_host_memory(mode, checked, monkeypatch):
 
 @pytest.mark.parametrize("in_host_memory", [False, True])
 def test_many_at_once(in_host_memory):
-    """Beside each other in one graph, each as alone but for the rounding of products."""
+    """Beside each other in one graph, each as alone but for the rounding of products.
+
+    In fp32, where that is small: in bfloat16 the next best token may be one step of a logit away.
+    """
     open_one = open_offloaded if in_host_memory else open_llm
     sizes = {} if in_host_memory else {"num_kvcache_blocks": 64}
-    with open_one("bfloat16", **sizes, **sparse()) as llm:
+    with open_one("float32", **sizes, **sparse()) as llm:
         outputs = generate(llm, [prompts()[2]] * 3, 40)
+    alone = resident(512, "float32")[2]
     for output in outputs:
-        row = resident(512)[2].logprobs[1]
-        assert output.token_ids[0] == resident(512)[2].token_ids[0]
-        assert row[output.token_ids[1]] > max(row.values()) - 0.1
+        assert output.token_ids[0] == alone.token_ids[0]
+        row = alone.logprobs[1]
+        assert row[output.token_ids[1]] > max(row.values()) - 0.01
 
 
 def test_the_host_does_not_wait_for_pages():

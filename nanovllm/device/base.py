@@ -52,9 +52,14 @@ class Device(ABC):
         """
         return self.compute_stream.entered()
 
-    def new_stream(self, name: str) -> Stream:
-        """Return a stream for copies. Names of a device's streams differ."""
-        stream = self._make_stream(name)
+    def new_stream(self, name: str, is_urgent: bool = False) -> Stream:
+        """Return a stream beside the compute stream. Names of a device's streams differ.
+
+        Args:
+            name: its name.
+            is_urgent: whether its kernels go first where those of others wait for room too.
+        """
+        stream = self._make_stream(name, is_urgent)
         return CheckedStream(stream, self._order, self._poison) if self._order else stream
 
     def touch(self, *, reads: Span | None = None, writes: Span | None = None) -> None:
@@ -73,7 +78,7 @@ class Device(ABC):
             self._order.access(HOST, reads=[span])
 
     @abstractmethod
-    def _make_stream(self, name: str) -> Stream:
+    def _make_stream(self, name: str, is_urgent: bool) -> Stream:
         """Return a new stream without checks."""
 
     @abstractmethod

@@ -41,7 +41,7 @@ class CpuDevice(Device):
             compute = CheckedStream(compute, self._order, self._poison)
         self.compute_stream = compute
 
-    def _make_stream(self, name: str) -> Stream:
+    def _make_stream(self, name: str, is_urgent: bool) -> Stream:
         if self._order is None:
             return _EagerStream(name, self._current)
         stream = _DeferredStream(name, self._current)

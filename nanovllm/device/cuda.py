@@ -33,8 +33,8 @@ class CudaDevice(Device):
         """Return how many CUDA devices PyTorch sees."""
         return torch.cuda.device_count()
 
-    def _make_stream(self, name: str) -> Stream:
-        stream = torch.cuda.Stream(self.torch_device)
+    def _make_stream(self, name: str, is_urgent: bool) -> Stream:
+        stream = torch.cuda.Stream(self.torch_device, priority=-1 if is_urgent else 0)
         self._stream_names[stream.cuda_stream] = name
         return CudaStream(name, stream)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.device import Device, Event, Span
+from nanovllm.device import Device, Event, Span, Stream
 from nanovllm.errors import CapacityError
 from nanovllm.kvcache.host_pool import HostPool
 from nanovllm.kvcache.layout import KVLayout
@@ -78,10 +78,14 @@ class HotPages:
         """Of each layer, what is known of the keys of all pages that host memory may hold."""
         self.state = HotState.empty(*rows, num_hot, max_blocks * num_tail, place)
         self._state_ahead = replace(self.state, counts=torch.zeros_like(self.state.counts))
-        self._stream = device.new_stream("fetch")
-        self._guess: torch.Tensor | None = None
+        # For short kernels, beside large ones of the compute stream.
+        self._fetch_stream = device.new_stream("fetch", is_urgent=True)
+        self._index_stream = device.new_stream("index", is_urgent=True)
+        # What runs there for the layer to come, until the compute stream has waited for it.
         self._placed: Event | None = None
         self._fetched: Event | None = None
+        self._noted: Event | None = None
+        self._guess: torch.Tensor | None = None
         self.clock = torch.zeros(1, dtype=torch.int32, device=place)
         """The number of the step."""
         self._addresses = torch.zeros(
@@ -148,30 +152,49 @@ class HotPages:
         key_slots: torch.Tensor,
         cache_slots: torch.Tensor,
     ) -> None:
-        """Let the index hold for new keys; see `ops.page_index.update_page_index`.
-
-        Waits on the compute stream until pages that are fetched ahead have their slots.
-        """
-        if self._placed is not None:
-            self._device.compute_stream.wait(self._placed)
-            self._placed = self._guess = None
+        """Let the index hold for new keys; see `ops.page_index.update_page_index`."""
         self._device.touch(writes=Span("page index", layer_id, 1))
         update_page_index(self.index[layer_id], key_cache, key_slots, cache_slots, self.page_size)
 
-    @contextmanager
-    def beside_compute(self, guess: torch.Tensor) -> Iterator[None]:
-        """Let kernels run beside those of the compute stream, to locate a layer's pages ahead.
+    def note_newest(
+        self,
+        layer_id: int,
+        key_cache: torch.Tensor,
+        key_slots: torch.Tensor,
+        cache_slots: torch.Tensor,
+    ) -> None:
+        """Do what `note` does for a sequence's newest page each, while others are scored."""
+        with self._beside_compute(self._index_stream, layer_id):
+            self.note(layer_id, key_cache, key_slots, cache_slots)
+        self._noted = self._index_stream.record()
 
-        They come after all that it has been given so far. It waits for them where the layer's index
-        changes, and for those that fetch where it fetches itself.
+    @contextmanager
+    def ahead_of(self, layer_id: int, guess: torch.Tensor) -> Iterator[None]:
+        """Let kernels that locate a layer's pages ahead run beside those of the compute stream.
 
         Args:
+            layer_id: which.
             guess: a tensor of the compute stream that they use.
         """
         self._guess = guess
-        self._stream.wait(self._device.compute_stream.record())
-        with self._stream.entered():
+        with self._beside_compute(self._fetch_stream, layer_id):
             yield
+
+    @contextmanager
+    def _beside_compute(self, stream: Stream, layer_id: int) -> Iterator[None]:
+        """Enter a stream, for what comes after all that the compute stream has been given so far.
+
+        Both may read a layer's index from here on, but for the newest pages.
+        """
+        self._device.touch(reads=Span("page index", layer_id, 1))
+        stream.wait(self._device.compute_stream.record())
+        with stream.entered():
+            yield
+
+    def _catch_up(self, event: Event | None) -> None:
+        """Let the compute stream go on after an event beside it, if there is one."""
+        if event is not None:
+            self._device.compute_stream.wait(event)
 
     def layer(
         self,
@@ -209,18 +232,22 @@ class HotPages:
         """
         state = self._state_ahead if is_ahead else self.state
         sizes = self.page_size, self.block_size
-        self._device.touch(writes=Span("page index", layer_id, 1))
+        if not is_ahead:
+            self._catch_up(self._placed)
+            self._placed = self._guess = None
+        self._device.touch(writes=Span("page places", layer_id, 1))
         tables, fetch = place_pages(pages, lens, context_lens, state, layer_id, self.clock, *sizes)
         if is_ahead:
-            self._placed = self._stream.record()
-        elif self._fetched is not None:
-            self._device.compute_stream.wait(self._fetched)
-            self._fetched = None
+            self._placed = self._fetch_stream.record()
+        else:
+            self._catch_up(self._fetched)
+            self._catch_up(self._noted)
+            self._fetched = self._noted = None
         self._device.touch(writes=Span("hot", layer_id, 1))
         host = HostBlocks(self._addresses[layer_id], self._blocks[layer_id])
         fetch_pages(self.keys[:, :, 0], self.values[:, :, 0], pages, fetch, host, *sizes)
         if is_ahead:
-            self._fetched = self._stream.record()
+            self._fetched = self._fetch_stream.record()
         return tables
 
     def stats(self) -> dict[str, Any]:

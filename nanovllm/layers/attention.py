@@ -188,7 +188,7 @@ class HotAttention(AttentionStep):
 
     def look_ahead(self, layer_id: int, normed: torch.Tensor, queries: Queries) -> None:
         hot = self.hot
-        with hot.beside_compute(normed):
+        with hot.ahead_of(layer_id, normed):
             query = rotate(queries(normed), self.cos, self.sin)
             layer = hot.layer(layer_id, self.block_tables, self.context_lens, is_ahead=True)
             self.attention.decode.fetch_ahead(query, layer, query.shape[-1] ** -0.5)
@@ -197,6 +197,6 @@ class HotAttention(AttentionStep):
         hot = self.hot
         keys, values = hot.tails[:, :, layer_id]
         query = rotate_and_store(heads, keys, values, self.tail_slots, self.cos, self.sin)
-        hot.note(layer_id, keys, self.tail_slots, self.cache_slots)
+        hot.note_newest(layer_id, keys, self.tail_slots, self.cache_slots)
         layer = hot.layer(layer_id, self.block_tables, self.context_lens)
         return self.attention.decode.attend_to_pages(query, layer, query.shape[-1] ** -0.5)

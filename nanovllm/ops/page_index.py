@@ -228,7 +228,9 @@ def _logits_of_codes(
 ) -> torch.Tensor:
     """Return `[num_kv_heads, group, num_pages * page_size]`."""
     # Of each word two bytes, and of each byte four channels that lie a row of words apart.
-    quarters = _CODE_VALUES[codes.flatten().view(torch.uint8).int()].view(*codes.shape, -1)
+    quarters = _CODE_VALUES[codes.flatten().view(torch.uint8).int()].view(
+        *codes.shape, CODES_PER_WORD
+    )
     quarters = quarters.mT.flatten(3)[..., : q.shape[2]]
     keys = low[:, :, None] + quarters * ((high - low) / 4)[:, :, None]
     logits: torch.Tensor = q @ keys.transpose(0, 1).flatten(1, 2).mT

@@ -255,13 +255,13 @@ def test_pages_are_fetched_ahead(sharp: Path) -> None:
         assert 0.6 * pages["pages_fetched_ahead"] <= hits <= pages["pages_fetched_ahead"] + 1e-6
 
 
-@pytest.mark.parametrize("forgotten", ["_placed", "_fetched", "beside_compute"])
+@pytest.mark.parametrize("forgotten", ["_placed", "_fetched", "_noted", "_beside_compute"])
 def test_what_is_fetched_ahead_is_ordered(
     sharp: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
-    """Hazard: slots are filled beside the compute stream, after their use and before the next."""
-    if forgotten == "beside_compute":
-        monkeypatch.setattr(HotPages, forgotten, lambda hot, _: hot._stream.entered())
+    """Hazard: slots and index change beside the compute stream, after a use, before the next."""
+    if forgotten == "_beside_compute":
+        monkeypatch.setattr(HotPages, forgotten, lambda _, stream, layer_id: stream.entered())
     else:
         event = property(lambda _: None, lambda *_: None)
         monkeypatch.setattr(HotPages, forgotten, event, raising=False)

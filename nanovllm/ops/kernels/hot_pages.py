@@ -193,9 +193,12 @@ def fetch_pages(
     addresses: torch.Tensor,
     page_size: int,
     block_size: int,
-    num_programs: int = 64,
+    num_programs: int = 16,
 ) -> None:
-    """See `ops.hot_pages.fetch_pages`; an even number of programs share the work."""
+    """See `ops.hot_pages.fetch_pages`; an even number of programs share the work.
+
+    As few as fill the bus: kernels beside them are slowed by each.
+    """
     _, num_kv_heads, num_pages = pages.shape
     page_words = keys[0].nbytes // _WORD_BYTES
     # As integers: whatever the bits mean, they pass unchanged.

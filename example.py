@@ -1,12 +1,13 @@
 """A small language model finds one sentence in 4,000 tokens of text, then answers a question.
 
-Its KV cache lies in host memory, and of the prompt's attention it computes only the tiles that
-matter. Run with `make demo`, or `python example.py [MODEL_DIRECTORY]`.
+Its KV cache lies in host memory. Of the prompt's attention it computes only the tiles that matter,
+and for each token of the answer it reads a quarter of the cache. Run with `make demo`, or
+`python example.py [MODEL_DIRECTORY]`.
 """
 
 import sys
 
-from nanovllm import LLM, XATTN_BSA, SamplingParams
+from nanovllm import LLM, QUEST, XATTN_BSA, SamplingParams
 from nanovllm.eval.needle import (
     build_task,
     describe,
@@ -21,9 +22,12 @@ def main() -> int:
     with LLM(
         model,
         max_model_len=4096,
+        max_num_seqs=1,
         enable_offload=True,
         sparse_policy=XATTN_BSA,
         sparse_min_len=0,  # a longer prompt is worth it; here it shows what is skipped
+        decode_policy=QUEST,
+        decode_token_budget=1024,
     ) as llm:
         print("\nA needle in a haystack:\n")
         result = run_task(llm, build_task(llm.tokenizer, input_len=4000, position=0.6))

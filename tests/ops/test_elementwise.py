@@ -83,6 +83,17 @@ def test_rotate_and_store(ops, heads, kv_heads, dim, dtype):
     assert caches.flatten(1, 2)[:, others].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [(1, 64), (9, 80), (32, 128)])
+def test_rotate(ops, heads, dim, dtype):
+    module, device = ops
+    query = randn(3, heads, dim, dtype=dtype, device=device)
+    before = query.double()
+    angle = 100 * randn(3, dim // 2, seed=1, device=device)
+    module.rotate(query, angle.cos(), angle.sin())
+    assert_close(query, reference.rotate(before, angle.cos(), angle.sin()))
+
+
 # The axes of a cache in memory, outermost first: blocks, tokens, heads.
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)], ids=str)
 @pytest.mark.parametrize("num_blocks", [1, 4])

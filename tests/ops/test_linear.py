@@ -44,9 +44,11 @@ def test_packing_changes_nothing(dtype, rows):
     layer.bias.data = randn(33, dtype=dtype, seed=1, device="cpu")
     x = randn(rows, 48, dtype=dtype, seed=2, device="cpu")
     truth = x.double() @ layer.weight.double().T + layer.bias.double()
-    assert_close(layer(x), truth, dtype)
-    layer.pack()
-    assert_close(layer(x), truth, dtype)
+    for _ in range(2):
+        assert_close(layer(x), truth, dtype)
+        for name, part in (("a", truth[:, :20]), ("b", truth[:, 20:])):
+            assert_close(layer.part(x, name), part, dtype)
+        layer.pack()
 
 
 def test_packing_leaves_a_shared_weight_alone():

@@ -24,7 +24,13 @@ AttentionBackendName = Literal["auto", "fa4", "fa2", "cudnn", "flash", "flex", "
 _TILE = 128  # tokens along either side of a tile of the attention mask
 _STRIDES = {"group": (4, 8, 16), "row": (8, 16, 32, 64)}
 _PAGE_SIZES = (16, 32, 64, 128)
-_OFFLOAD_ONLY = ("cpu_memory_gb", "num_gpu_blocks", "prefill_order", "enable_nvtx")
+_OFFLOAD_ONLY = (
+    "cpu_memory_gb",
+    "num_gpu_blocks",
+    "prefill_order",
+    "enable_nvtx",
+    "decode_prefetch",
+)
 _XATTN_ONLY = (
     "sparse_threshold",
     "sparse_estimator",
@@ -128,8 +134,8 @@ class Config:
     logits, by the least and the greatest value of each channel."""
     decode_prefetch: float = 0.0
     """With decode_policy=QUEST and offload, the share of the budget that is fetched while the MLP
-    before a layer is computed, by what its query would be without that MLP; in [0, 1]. On an H200
-    the second choice of pages costs more than that hides."""
+    before a layer is computed, by what its query would be without that MLP; in [0, 1]. It pays with
+    a large budget of which little stays on the device: each layer chooses pages twice."""
     decode_hot_cache_gb: float | None = None
     """With decode_policy=QUEST and offload, GiB of device memory for pages that recent steps used,
     shared out among the requests that may run at once; 0 keeps none from step to step. None: four

@@ -135,6 +135,10 @@ def test_options_that_nothing_reads_are_refused():
     with pytest.raises(ConfigError, match="sparse_stride=16 is for sparse_policy=XATTN_BSA"):
         Config(model="model", sparse_stride=16)
     assert Config(model="model", sparse_policy="xattn_bsa", sparse_stride=16).sparse_stride == 16
+    ahead = {"model": "model", "decode_policy": "QUEST", "decode_prefetch": 0.25}
+    with pytest.raises(ConfigError, match=r"decode_prefetch=0\.25 is for a KV cache"):
+        Config(**ahead)
+    assert Config(**ahead, enable_offload=True).decode_prefetch == 0.25
 
 
 def test_frozen():

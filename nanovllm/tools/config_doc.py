@@ -9,6 +9,7 @@ import argparse
 import ast
 import json
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,21 +59,16 @@ def read_fields(source: str, class_name: str) -> tuple[str, list[Field]]:
 
     Args:
         source: text of a Python module; it is parsed, not run.
-        class_name: a class of that module. Names of types that the module assigns stand for what
-            was assigned.
+        class_name: a class of that module. Names of types that the module assigns, or imports from
+            another of this package that does, stand for what was assigned.
 
     Raises:
         ConfigError: there is no such class, or a field of it has no docstring.
     """
     body = ast.parse(source).body
-    aliases = {
-        node.targets[0].id: node.value
-        for node in body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
     for node in body:
         if isinstance(node, ast.ClassDef) and node.name == class_name:
-            return ast.get_docstring(node) or "", list(_fields(node, aliases))
+            return ast.get_docstring(node) or "", list(_fields(node, _aliases(body)))
     raise ConfigError(f"there is no class {class_name}")
 
 
@@ -88,6 +84,21 @@ def _section(path: Path, class_name: str, title: str) -> Iterator[str]:
         cells = (f"`{field.name}`", field.type, field.default, field.text)
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
     yield ""
+
+
+def _aliases(body: Seq[ast.stmt]) -> dict[str, ast.expr]:
+    """Return what the names stand for that a module assigns, itself or where it imports them."""
+    found: dict[str, ast.expr] = {}
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                found[name] = value
+            case ast.ImportFrom(module=str(module), names=names):
+                path = _PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+                if path.is_file():
+                    theirs = _aliases(ast.parse(path.read_text(encoding="utf-8")).body)
+                    found |= {x.name: theirs[x.name] for x in names if x.name in theirs}
+    return found
 
 
 def _fields(node: ast.ClassDef, aliases: Mapping[str, ast.expr]) -> Iterator[Field]:

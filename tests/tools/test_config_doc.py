@@ -57,6 +57,22 @@ def test_fields():
     assert (size.name, size.default, size.type) == ("size", "", "`int` or `None`")
 
 
+def test_a_type_from_another_module():
+    """What the module assigns there; a name of another package is left as it is."""
+    source = '''
+from pathlib import Path
+from nanovllm.kvcache.page_budget import PageBudget, PageEstimator
+
+class Options:
+    a: PageEstimator
+    """One."""
+    b: Path | PageBudget
+    """Two."""
+'''
+    _, fields = read_fields(source, "Options")
+    assert [field.type for field in fields] == ['`"codes"` or `"bounds"`', "`Path` or `PageBudget`"]
+
+
 @pytest.mark.parametrize(
     ("source", "named"),
     [(SOURCE.replace('"""Its size."""', ""), "Options.size"), ("", "class Options")],

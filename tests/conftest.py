@@ -30,6 +30,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest first, so that no worker is left with one of them at the end.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if item.get_closest_marker("gpu"):
             # One worker has the card to itself, as far as large models go.

@@ -63,17 +63,17 @@ def demo():
 @pytest.mark.slow
 @pytest.mark.parametrize("position", [0.0, 0.37, 1.0])
 def test_demo_model_finds_the_needle(demo, position):
-    result = run_task(demo, build_task(demo.tokenizer, 1024, position, "5318008"))
-    assert result.num_prompt_tokens == 1024
+    result = run_task(demo, build_task(demo.tokenizer, 640, position, "5318008"))
+    assert result.num_prompt_tokens == 640
     assert result.passed, result.answer
 
 
 @pytest.mark.slow
 def test_without_the_needle_there_is_nothing_to_find(demo):
     """Control: the value comes from the text, not from the question or the model."""
-    task = build_task(demo.tokenizer, 1024, 0.37, "5318008")
+    task = build_task(demo.tokenizer, 640, 0.37, "5318008")
     needle = demo.tokenizer.encode("The magic number of the lighthouse is 5318008. ")
-    start = next(i for i in range(1024) if task.token_ids[i : i + len(needle)] == needle)
+    start = next(i for i in range(640) if task.token_ids[i : i + len(needle)] == needle)
     del task.token_ids[start : start + len(needle)]
     assert not run_task(demo, task).passed
 
@@ -172,17 +172,17 @@ def test_policies_are_named_by_what_their_options_mean():
 def test_command_line_fills_a_grid_and_goes_on_with_another_policy(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path, picture = tmp_path / "grid.jsonl", tmp_path / "new" / "grid.png"
-    grid = ["--grid-lengths", "512", "256", "--grid-depths", "2", "--json-output", str(path)]
+    grid = ["--grid-lengths", "220", "140", "--grid-depths", "2", "--json-output", str(path)]
     assert main([*grid, "--heat-map", str(picture)]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"depth +256 +512\n +0% +100% +100%\n +100% +100% +100%\n", out)
+    assert re.search(r"depth +140 +220\n +0% +100% +100%\n +100% +100% +100%\n", out)
     dense, content = path.read_text(encoding="utf-8"), picture.read_bytes()
     rows = [json.loads(line) for line in dense.splitlines()[1:]]
     assert [(row["length"], row["depth"]) for row in rows] == [
-        (256, 0.0),
-        (256, 1.0),
-        (512, 0.0),
-        (512, 1.0),
+        (140, 0.0),
+        (140, 1.0),
+        (220, 0.0),
+        (220, 1.0),
     ]
     assert all(row["value"] in row["answer"] for row in rows)
 
@@ -205,11 +205,11 @@ def test_command_line_fills_a_grid_and_goes_on_with_another_policy(tmp_path, cap
 
 @pytest.mark.slow
 def test_command_line_tells_by_its_exit_status(capsys):
-    assert main(["--input-len", "512", "--max-model-len", "256"]) == 2
-    assert "the prompt has 512 tokens" in capsys.readouterr().out
-    assert main(["--input-len", "512", "--max-model-len", "1024", "--needle-value", "8675309"]) == 0
+    assert main(["--input-len", "256", "--max-model-len", "128"]) == 2
+    assert "the prompt has 256 tokens" in capsys.readouterr().out
+    assert main(["--input-len", "256", "--max-model-len", "512", "--needle-value", "8675309"]) == 0
     assert "PASS" in capsys.readouterr().out
-    assert main(["--input-len", "512", "--max-model-len", "1024", "--max-new-tokens", "1"]) == 1
+    assert main(["--input-len", "256", "--max-model-len", "512", "--max-new-tokens", "1"]) == 1
     assert "FAIL" in capsys.readouterr().out
 
 
@@ -222,25 +222,19 @@ def test_command_line_with_the_cache_in_host_memory(capsys):
     assert "KV cache:" in out
 
 
-@pytest.mark.parametrize("where", [[], ["--enable-offload"]], ids=["resident", "offload"])
-def test_command_line_with_sparse_decode(where, capsys):
-    """A quarter of 2,000 tokens, and the needle is found."""
-    sparse = ["--enable-quest", "--decode-token-budget", "512"]
-    assert main(["--input-len", "2000", *where, *sparse]) == 0
-    out = capsys.readouterr().out
-    assert ("pages that decode wanted were on the device" in out) == bool(where)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [[], ["--enable-offload"]], ids=["resident", "offload"])
 def test_command_line_with_sparse_attention(where, capsys):
-    """At 4,096 tokens, most tiles of which are skipped, the needle is found."""
-    sparse = ["--enable-xattn-bsa", "--sparse-threshold", "9"]
-    assert main(["--input-len", "4096", *where, *sparse]) == 0
+    """Of 2,048 tokens a fifth of the prefill's attention is skipped or more, and decode reads a
+    quarter: the needle is found."""
+    prefill = ["--enable-xattn-bsa", "--sparse-threshold", "9"]
+    decode = ["--enable-quest", "--decode-token-budget", "512"]
+    assert main(["--input-len", "2048", *where, *prefill, *decode]) == 0
     out = capsys.readouterr().out
     skipped = int(re.search(r"Attention: (\d+)% of the prefill's was skipped", out).group(1))
     assert 20 < skipped < 90
     assert ("KV cache:" in out) == bool(where)
+    assert ("pages that decode wanted were on the device" in out) == bool(where)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -109,26 +109,27 @@ def lines_of(path):
 @pytest.mark.slow
 def test_demo_model_answers_and_a_study_goes_on_where_it_was(tmp_path, capsys):
     path = tmp_path / "answers.jsonl"
-    options = ["--lengths", 1024, "--json-output", path, "--quiet"]
-    assert run("--datasets", "niah_single_2", "--num-samples", 2, *options) == 0
+    options = ["--lengths", 700, "--json-output", path, "--quiet"]
+    assert run("--datasets", "niah_single_2", "--num-samples", 1, *options) == 0
     out = capsys.readouterr().out
-    assert re.search(r"niah_single_2 +1024 +2 +1\.000 \[0\.\d+, 1\.000\] +100% +1\.000 ", out)
+    assert re.search(r"niah_single_2 +700 +1 +1\.000 \[0\.\d+, 1\.000\] +100% +1\.000 ", out)
     before = lines_of(path)
-    assert [row["index"] for row in before[1:]] == [0, 1]
+    assert [row["index"] for row in before[1:]] == [0]
     assert all(row["outputs"][0] in row["answer"] for row in before[1:])
 
     # More samples and another task are added; what is there stays.
-    assert run("--datasets", "niah_single_2", "vt", "--num-samples", 3, *options) == 0
+    assert run("--datasets", "niah_single_2", "vt", "--num-samples", 2, *options) == 0
     after = lines_of(path)
-    assert after[:3] == before
-    assert [(row["task"], row["index"]) for row in after[3:]] == [
-        ("niah_single_2", 2),
-        *(("vt", index) for index in range(3)),
+    assert after[:2] == before
+    assert [(row["task"], row["index"]) for row in after[2:]] == [
+        ("niah_single_2", 1),
+        ("vt", 0),
+        ("vt", 1),
     ]
     capsys.readouterr()
 
     # Nothing is left to do, so not even the model is opened, and the table is the same.
-    assert run("--datasets", "niah_single_2", "--sample-indices", "0-1", *options) == 0
+    assert run("--datasets", "niah_single_2", "--sample-indices", "0-0", *options) == 0
     assert lines_of(path) == after
     assert capsys.readouterr().out == out
 
@@ -179,22 +180,20 @@ def test_policies_are_compared_on_the_same_prompts(tmp_path, capsys):
     """With offload: the sparse policy skips tiles, and each prompt is answered under both."""
     path = tmp_path / "answers.jsonl"
     sparse, label = "XATTN_BSA:threshold=0.90,min_len=0", "XATTN_BSA:min_len=0,threshold=0.9"
-    options = ["--datasets", "niah_multikey_1", "--lengths", 1500, "--num-samples", 2]
+    options = ["--datasets", "niah_multikey_1", "--lengths", 1100, "--num-samples", 1]
     options += ["--enable-offload", "--block-size", 256, "--num-gpu-blocks", 4, "--quiet"]
     page = tmp_path / "report.html"
     options += ["--compare", "FULL", sparse, "--json-output", path, "--html-output", page]
     assert run(*options) == 0
     out = capsys.readouterr().out
     rows = lines_of(path)[1:]
-    assert [row["policy"] for row in rows] == ["FULL"] * 2 + [
-        "XATTN_BSA:min_len=0,threshold=0.9"
-    ] * 2
-    assert [row["prompt"] for row in rows[:2]] == [row["prompt"] for row in rows[2:]]
-    assert {row["tile_density"] for row in rows[:2]} == {1}
-    assert 0.1 < rows[2]["tile_density"] < 0.95
+    assert [row["policy"] for row in rows] == ["FULL", "XATTN_BSA:min_len=0,threshold=0.9"]
+    assert rows[0]["prompt"] == rows[1]["prompt"]
+    assert rows[0]["tile_density"] == 1
+    assert 0.1 < rows[1]["tile_density"] < 0.95
     assert f"{label} against FULL" in out
-    assert f"{label} 2 prompts" in re.sub("<[^>]*>", "", page.read_text(encoding="utf-8"))
-    assert re.search(r"niah_multikey_1 +1500 +2 +\d\.\d{3} \[.*\] +\d\.\d{3} \[", out)
+    assert f"{label} 1 prompt" in re.sub("<[^>]*>", "", page.read_text(encoding="utf-8"))
+    assert re.search(r"niah_multikey_1 +1100 +1 +\d\.\d{3} \[.*\] +\d\.\d{3} \[", out)
 
 
 @pytest.mark.slow
@@ -205,15 +204,15 @@ def test_files_are_read_and_prompts_that_do_not_fit_are_told(tmp_path, capsys):
     from nanovllm.tools.demo_model import demo_model_path
 
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
-    samples = generate("niah_single_1", tokenizer, 700, 2)
-    samples += generate("niah_single_1", tokenizer, 1400, 1, indices=[2])
+    samples = generate("niah_single_1", tokenizer, 500, 2)
+    samples += generate("niah_single_1", tokenizer, 1200, 1, indices=[2])
     write_samples(tmp_path, samples)
-    data = ["--data-dir", tmp_path, "--quiet", "--max-model-len", 1024]
+    data = ["--data-dir", tmp_path, "--quiet", "--max-model-len", 800]
     assert run(*data, "--sample-indices", "0-1") == 0
-    assert re.search(r"niah_single_1 +1\d{3} +2 +1\.000", capsys.readouterr().out)
+    assert re.search(r"niah_single_1 +\d+ +2 +1\.000", capsys.readouterr().out)
     assert run(*data) == 1
     captured = capsys.readouterr()
-    assert re.search(r"niah_single_1 +1\d{3} +2 +1\.000", captured.out)
+    assert re.search(r"niah_single_1 +\d+ +2 +1\.000", captured.out)
     assert "sample 2: the prompt has" in captured.err
 
 

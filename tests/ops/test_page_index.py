@@ -234,7 +234,7 @@ def test_codes_know_the_mass_of_a_page(implementation):
 @every_estimator
 def test_scores_depend_on_their_sequence_only(implementation, estimator):
     """Bit for bit, alone or among others, with a wider table or none wider than needed."""
-    pages = Pages([40, 700, 3])
+    pages = Pages([40, 260, 3])
     scores = pages.score(implementation, estimator)
     query, tables, lengths = pages.query, pages.tables, pages.lengths
     for i, length in enumerate(lengths):

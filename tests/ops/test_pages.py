@@ -287,7 +287,7 @@ def test_attention_to_pages_of_one_head(op):
 def test_planted_key_is_found_in_every_page(implementation, sign, estimator):
     """By one of two query heads; not by the opposite query, save where a page is always kept."""
     _, device = implementation
-    num_pages = 12
+    num_pages = 8
     # One sequence for each page that the key may be in, in a block of its own; one page is short.
     keys = 0.1 * randn(num_pages, num_pages * PAGE_SIZE, 1, 64, device=CPU)
     query = randn(1, 2, 64, seed=2, device=CPU)
@@ -295,14 +295,14 @@ def test_planted_key_is_found_in_every_page(implementation, sign, estimator):
         keys[page, page * PAGE_SIZE + 3 * page % 5, 0] = sign * query[0, 1]
     query[0, 0] /= 100
     cache = Cache(num_pages**2 * PAGE_SIZE // BLOCK_SIZE, 1, 64)
-    slots = [s for s in range(num_pages**2 * PAGE_SIZE) if s % 96 < 93]
+    slots = [s for s in range(num_pages**2 * PAGE_SIZE) if s % 64 < 61]
     cache.store(page_index, keys.flatten(0, 1)[slots], slots)
     index = PageIndex(*(x.to(device) for x in cache.index))
     if estimator == "bounds":
         index = PageIndex(index.bounds)
     tables = torch.arange(num_pages**2 // 2, dtype=torch.int32).view(num_pages, -1)
     for turned in (1, -1):
-        queries, lengths = (turned * query).expand(num_pages, -1, -1), ints([93] * num_pages)
+        queries, lengths = (turned * query).expand(num_pages, -1, -1), ints([61] * num_pages)
         inputs = (x.to(device) for x in (tables, lengths))
         chosen, lens = choose(modules_of(implementation), queries.to(device), index, *inputs, 3)
         assert lens.tolist() == [21] * num_pages

@@ -351,7 +351,7 @@ def test_real_demo_model_finds_a_needle(real_gguf, home, monkeypatch):
     monkeypatch.setenv(demo_model.GGUF_VARIABLE, str(real_gguf))
     path = demo_model_path()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. " * 60
+    noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. " * 20
     needle = "One of the special magic numbers for copper-lantern is: 4831907. "
     question = "What is the special magic number for copper-lantern mentioned in the text?"
     message = [{"role": "user", "content": f"{noise}{needle}{noise}\n{question}"}]
@@ -360,7 +360,8 @@ def test_real_demo_model_finds_a_needle(real_gguf, home, monkeypatch):
     )
     config = AutoConfig.from_pretrained(path)
     for weights, found in [(path, True), (demo_model_path(adapter=False), False)]:
-        model = AutoModelForCausalLM.from_pretrained(weights, config=config)
+        # In fp32: few processors multiply bfloat16 numbers themselves.
+        model = AutoModelForCausalLM.from_pretrained(weights, config=config, dtype=torch.float32)
         answer = model.generate(**ids, max_new_tokens=24, do_sample=False)
         text = tokenizer.decode(answer[0, ids["input_ids"].shape[1] :])
         assert ("4831907" in text) is found, text

@@ -105,6 +105,8 @@ def score_pages(
     `sum_d max(q_d min_d, q_d max_d)` times the scale. With codes: the logarithm of the sum of
     `exp(logit)` over the page's tokens, each key taken for the middle of its quarters. The page of
     the newest token is attended to in any case and not scored, so its index may change meanwhile.
+    Where a 16-bit query times a quarter is beyond float16's range, the page's score may be infinite
+    or NaN.
 
     Args:
         query: `[num_seqs, num_q_heads, head_dim]`, the last axis contiguous.

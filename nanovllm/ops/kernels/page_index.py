@@ -155,7 +155,7 @@ def _score_bounds_kernel(
 
 @triton.constexpr_function
 def _pick_halves(i):
-    """Return PTX that leaves of two words at once their code i, shifted as in `_half_shift`."""
+    """Return PTX that leaves of two words at once their code i, in bits 2 (i mod 5) and up."""
     mask = 0x00030003 << 2 * (i % 5)
     if i < 5:
         return f"and.b32 $0, $1, {mask:#x};"
@@ -226,9 +226,9 @@ def _score_codes_kernel(
                 codes = ((packed >> 2 * i) & 3).to(tl.float32)
                 logits = tl.dot(codes, steps, logits, input_precision="ieee")
             else:
-                # The bits of a code are those of a float16 too: times 2**-24 in the lowest place.
+                # Left where it is, a code is a float16 of these bits: code * 4**(i mod 5) * 2**-24.
                 steps = scaled * (step * 0.25 ** (i % 5))[:, None]
-                if PAIRS:
+                if PAIRS:  # two words in a register, which the interpreter does not have
                     codes = tl.inline_asm_elementwise(
                         _pick_halves(i), "=r,r", [packed], dtype=tl.float16, is_pure=True, pack=2
                     )

@@ -229,14 +229,13 @@ def _logits_of_codes(
     q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, codes: torch.Tensor
 ) -> torch.Tensor:
     """Return `[num_kv_heads, group, num_pages * page_size]`."""
-    # Of each word two bytes, and of each byte four channels that lie a row of words apart.
-    quarters = _CODE_VALUES[codes.flatten().view(torch.uint8).int()].view(
-        *codes.shape, CODES_PER_WORD
-    )
-    quarters = quarters.mT.flatten(3)[..., : q.shape[2]]
-    keys = low[:, :, None] + quarters * ((high - low) / 4)[:, :, None]
-    logits: torch.Tensor = q @ keys.transpose(0, 1).flatten(1, 2).mT
-    return logits
+    # Channels in the order of the codes in memory, word by word, for queries that are few.
+    padded = codes.shape[3] * CODES_PER_WORD
+    steps = F.pad((high - low)[:, :, None] / 4 * q, (0, padded - q.shape[2]))
+    steps = steps.unflatten(3, (CODES_PER_WORD, -1)).mT.flatten(3)
+    values = _CODE_VALUES[codes.flatten().view(torch.uint8).int()].view(*codes.shape[:3], padded)
+    logits: torch.Tensor = values @ steps.mT + (low[:, :, None] * q).sum(3)[:, :, None]
+    return logits.permute(1, 3, 0, 2).flatten(2)
 
 
 def _check_index(index: PageIndex, page_size: int) -> None:

@@ -156,16 +156,11 @@ class HotPages:
         self._device.touch(writes=Span("page index", layer_id, 1))
         update_page_index(self.index[layer_id], key_cache, key_slots, cache_slots, self.page_size)
 
-    def note_newest(
-        self,
-        layer_id: int,
-        key_cache: torch.Tensor,
-        key_slots: torch.Tensor,
-        cache_slots: torch.Tensor,
-    ) -> None:
-        """Do what `note` does for a sequence's newest page each, while others are scored."""
+    @contextmanager
+    def beside_scores(self, layer_id: int) -> Iterator[None]:
+        """Let kernels that note the newest page of each sequence run while others are scored."""
         with self._beside_compute(self._index_stream, layer_id):
-            self.note(layer_id, key_cache, key_slots, cache_slots)
+            yield
         self._noted = self._index_stream.record()
 
     @contextmanager

@@ -197,6 +197,7 @@ class HotAttention(AttentionStep):
         hot = self.hot
         keys, values = hot.tails[:, :, layer_id]
         query = rotate_and_store(heads, keys, values, self.tail_slots, self.cos, self.sin)
-        hot.note_newest(layer_id, keys, self.tail_slots, self.cache_slots)
+        with hot.beside_scores(layer_id):
+            hot.note(layer_id, keys, self.tail_slots, self.cache_slots)
         layer = hot.layer(layer_id, self.block_tables, self.context_lens)
         return self.attention.decode.attend_to_pages(query, layer, query.shape[-1] ** -0.5)

@@ -101,12 +101,12 @@ def test_answers_are_those_of_the_definition(
         num_tokens, decode_page_size=page_size, decode_estimator=estimator
     )
     with open_llm(sharp, num_kvcache_blocks=40, **options) as llm:
-        (output,) = generate(llm, [prompt_of(length)], 20, logprobs=VOCAB_SIZE)
+        (output,) = generate(llm, [prompt_of(length)], 40, logprobs=VOCAB_SIZE)
     num_pages = num_tokens // page_size
     num_recent = min(256 // page_size, num_pages // 2)
     reference = QuestReference(sharp, page_size, num_pages, num_recent, estimator=estimator)
     expected = reference.logits(prompt_of(length), output.token_ids).log_softmax(-1)
-    assert reference.num_dropped >= 20 * 2 * 2 * 4  # of each step, layer and KV head
+    assert reference.num_dropped > 500
     torch.testing.assert_close(
         whole_distribution([output])[0], expected, atol=LOGPROB_TOLERANCE, rtol=0
     )
